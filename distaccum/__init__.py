@@ -34,10 +34,10 @@ _MODULES = {
 }
 __all__ = [*_MODULES]
 
-if not TYPE_CHECKING:  # or a misspelt name would pass as Any
+if not TYPE_CHECKING:  # otherwise mypy would take a misspelt name for Any
 
     def __getattr__(name: str) -> Any:
-        """Imports public names and modules at first use: torch takes seconds, and the command's help needs none."""
+        """Imports public names and modules on first use: torch takes seconds to import, and `--help` needs no torch."""
         from importlib import import_module
         from importlib.util import find_spec
 
@@ -46,7 +46,7 @@ if not TYPE_CHECKING:  # or a misspelt name would pass as Any
             return found
         if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module(f"{__name__}.{name}")  # as of `distaccum.batchnorm.freeze`
+        return import_module(f"{__name__}.{name}")  # such as `distaccum.batchnorm`
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Accumulator: options in, windows out. Each method hands on; an update is planner.py, feed.py, window.py, engines/.
+"""Accumulator: options in, windows out. It only delegates: an update is in planner.py, feed.py, window.py, engines/.
 
 >>> import torch
 >>> model = torch.nn.Linear(4, 1)
@@ -34,7 +34,7 @@ from .planner import Planner, Windows
 from .update import Update
 from .window import Window
 
-if TYPE_CHECKING:  # of the rooms that are not the core; their doors are opened by the methods below
+if TYPE_CHECKING:  # from outside the core; the methods below import these modules when they are called
     from .feeding.by_cost import ByCost
     from .meshes.pipeline import PipelineSchedule
     from .runs.check.report import Report
@@ -44,51 +44,51 @@ if TYPE_CHECKING:  # of the rooms that are not the core; their doors are opened 
 
 @final
 class Accumulator:
-    """Cuts updates into windows of micro-batches; each window's gradient is that of the one big batch.
+    """Runs each update as a window of micro-batches whose gradient is that of one big batch.
 
     Args:
-        model: A module, plain or with wrappers of one kind in it (DDP, `fully_shard`, FSDP1), a DeepSpeed engine, any
-            of these under `torch.compile` or from `fabric.setup`, a sequence of modules, or a pipeline's schedule.
-        optimizer: One, a sequence (each steps once per update), or None: a DeepSpeed engine steps itself; else you step
-            after the loop and before `window.step()`, which then records and clears.
-        steps: Micro-batches per rank and update, at least 1: an int, or a callable that gets the update's index (from
-            0) and returns one. Not together with the two sizes. Without any of the three only `window()` can be called.
-        batch_size: Samples per update over all ranks, an int or a callable as `steps`; needs `micro_batch_size`. It
-            sets the window of `windows()`: `ceil(batch_size / (ranks * micro_batch_size))` micro-batches per rank.
-        micro_batch_size: The most samples of one forward on one rank. `"auto"` is for `update()` and `contrast()`,
-            which begin with the whole batch and halve what does not fit into memory; `windows()` needs a number.
-            `ByCost(4096, cost=count_tokens("labels"))` where rows differ in length; not together with `batch_size`.
-        reduction: What your criterion did, or a dict of it by the loss's name. `"mean"`: it averages over what `count`
-            counts, and the gradient is that of the global mean. `"sum"`: it sums, and the gradient is that of the
-            global sum. `"sum_to_mean"`: it sums, and the gradient is that of the global mean.
-        count: The denominator of a micro-batch: a callable that gets one as the loader yields it and returns a finite
-            number of at least 0, or a tensor of one; or a dict of these by the loss's name, with the keys of
-            `reduction`. A micro-batch whose every count is 0 is left out. `count_tokens` makes one for token losses.
+        model: A module, plain or holding wrappers of one kind (DDP, `fully_shard`, FSDP1), a DeepSpeed engine, any of
+            these under `torch.compile` or from `fabric.setup`, a sequence of modules, or a pipeline's schedule.
+        optimizer: One, a sequence (each steps once per update), or None: a DeepSpeed engine steps itself; otherwise
+            step between the loop and `window.step()`, which then only records the update and clears the gradients.
+        steps: Micro-batches per rank and update, at least 1: an int, or a callable that maps the update's index (from
+            0) to one. Excludes the two sizes. If you give none of the three, only `window()` can be called.
+        batch_size: Samples per update over all ranks, an int or a callable like `steps`; needs `micro_batch_size`. A
+            window of `windows()` then has `ceil(batch_size / (ranks * micro_batch_size))` micro-batches per rank.
+        micro_batch_size: The most samples that one forward on one rank can hold. `"auto"` is for `update()` and
+            `contrast()`, which begin with the whole batch and halve what does not fit into memory; `windows()` needs a
+            number. `ByCost(4096, cost=count_tokens("labels"))` is for rows of different lengths, without `batch_size`.
+        reduction: How your criterion reduces, or a dict of that by loss name. `"mean"`: it averages over what `count`
+            counts, and you get the gradient of the global mean. `"sum"`: it sums, and you get the gradient of the
+            global sum. `"sum_to_mean"`: it sums, and you get the gradient of the global mean.
+        count: The denominator of a micro-batch: a callable that takes a micro-batch from the loader and returns a
+            finite number of at least 0, or a one-element tensor; or a dict of them by loss name, with the keys of
+            `reduction`. A micro-batch whose counts are all 0 is left out. For token losses use `count_tokens`.
         max_norm: Clips the L2 norm of the whole gradient, over all ranks, once per update; `math.inf` only measures it.
         scheduler: One or several; each steps once per update that changed the weights.
-        scaler: A `torch.amp.GradScaler`, which you do not call; None: that of Accelerate, Fabric or Lightning, if any.
+        scaler: A `torch.amp.GradScaler`; do not call it yourself. None: Accelerate's, Fabric's or Lightning's, if any.
         accelerator: The Hugging Face `Accelerator` whose `prepare` made the model; its `backward` and scaler are used.
-        sync: When gradients are reduced; they are the same under each policy, and an engine may lack some.
+        sync: When gradients are reduced. Every policy gives the same gradients; an engine may lack some of them.
 
             - `"last"`: once per window, in its last micro-step.
             - `"every"`: in each micro-step, so that sharded engines keep only a shard of the gradient.
             - `"replicas"`: FSDP2 on a hybrid mesh: reduce-scatter in each micro-step, all-reduce in the last.
             - `"gathered"`: FSDP2: gathers the parameters once per window and reduces once.
-        on_nonfinite: What a gradient with NaN or infinity does, the same on all ranks. `"raise"`: an error, and the
-            window is discarded. `"skip"`: no step; `Update.reason` says why. `"ignore"`: no check. With a scaler an
-            overflow always skips, and `"raise"` is for a loss that is not finite.
-        batchnorm: What is done about batch normalisation in training mode, whose gradient is not that of the big batch.
-            `"warn"`: warns once and names the layers. `"ignore"`: no warning.
-        mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more
-            ranks, which have parts of the same samples (context parallelism).
-        extensions: A list of `Extension`: what takes part in windows without being one, as `NoiseScale()`,
+        on_nonfinite: What happens if the gradient has a NaN or infinity, on all ranks alike. `"raise"`: an error, and
+            the window is discarded. `"skip"`: no step; `Update.reason` says why. `"ignore"`: no check. With a scaler an
+            overflow always skips, and `"raise"` applies to a loss that is not finite.
+        batchnorm: What to do about batch normalisation in training mode, which changes the gradient from that of the
+            big batch. `"warn"`: warn once and name the layers. `"ignore"`: no warning.
+        mesh: The dimensions of a `DeviceMesh` that carry data, such as `mesh["data"]`, if the wrapper also reduces over
+            ranks that have parts of the same samples (context parallelism).
+        extensions: A list of `Extension` objects, which take part in every window: `NoiseScale()`,
             `WideSums(torch.float32)` and `Spans()` of `distaccum.extensions`, or your own.
 
     Raises:
         TypeError: An argument of the wrong kind, such as `steps=2.5`, `LBFGS` or `ReduceLROnPlateau`.
         ValueError: An unknown choice, arguments that exclude each other, an option that the engine lacks, a wrapper
-            without an engine, a plain module in a job of several ranks, or an optimizer of another model.
-        DistaccumError: Accelerate or DeepSpeed is set to accumulate or clip by itself.
+            without an engine, a plain module in a job of several ranks, or an optimizer for another model.
+        DistaccumError: Accelerate or DeepSpeed is configured to accumulate or clip by itself.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Accumulator:
         self._planner = Planner(job)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._planner.__getstate__()  # which a shallow copy would not ask
+        self._planner.__getstate__()  # a shallow copy would not call it
         return self.__dict__
 
     def __repr__(self) -> str:
@@ -131,29 +131,29 @@ class Accumulator:
 
     @property
     def index(self) -> int:
-        """The index of the next update, which is the number of windows that were stepped or skipped."""
+        """The index of the next update: the number of windows stepped or skipped so far."""
         return self._planner.job.index
 
     def windows(self, loader: Iterable[Batch], *, ahead: bool = True) -> Windows[Batch]:
-        """One window after the other from a loader, until no rank has any micro-batch left; call it once per epoch.
+        """Groups a loader into windows until no rank has a micro-batch left; call it once per epoch.
 
-        Each micro-step of a window draws a part of the next one, at the pace of a loop by hand: a DataLoader's workers
-        never stand still, and at most two windows of micro-batches are alive.
+        Each micro-step of a window draws part of the next window, at the pace of a hand-written loop: a DataLoader's
+        workers never idle, and at most two windows of micro-batches are alive.
 
         Args:
-            loader: Yields micro-batches of any kind, which are never cut. The last window may be short, and ranks may
-                run out at different times. An error of it is raised where its window is asked for. What was drawn ahead
-                of an iterator that you leave begins its next `windows()`.
-            ahead: False draws a window when it is asked for, and nothing while one runs: for loaders whose items depend
-                on the process's global random numbers, or are large.
+            loader: Yields micro-batches of any kind; they are never cut. The last window may be short, and ranks may
+                run out at different times. If the loader fails, the error is raised when you ask for that window. If
+                you leave the loop over an iterator, what was drawn ahead comes first in its next `windows()`.
+            ahead: False draws a window only when you ask for it, and nothing while another runs: for loaders whose
+                items are large, or depend on the process's global random numbers.
 
         Returns:
-            An iterator of `Window`, as long as one pass on this rank if the loader has a length. Call a window's
-            `step()` before the next one is asked for. Leaving the loop discards the one at work.
+            An iterator of `Window`. If the loader has a length, it has one too: of one pass on this rank. Call a
+            window's `step()` before you ask for the next one. Leaving the loop discards the current window.
 
         Raises:
-            ValueError: No `steps`, and no `batch_size` with a `micro_batch_size` in numbers; or no count.
-            DistaccumError: The last window is not stepped, or ranks disagree on `steps`, the index or the kind of call.
+            ValueError: Neither `steps` nor `batch_size` with a numeric `micro_batch_size` was given, or a bad count.
+            DistaccumError: The last window was not stepped, or ranks disagree on `steps`, index or kind of call.
         """
         self._config.refuse_to_group()
         if isinstance(loader, Mapping | str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
@@ -161,17 +161,17 @@ class Accumulator:
         return Windows(self._planner, loader, ahead=ahead)
 
     def split(self, batch: Batch, length: int | None = None, whole: Names = ()) -> Window[Batch]:
-        """One window of the micro-batches that `batch` is cut into, in order, as even as can be, the larger ones last.
+        """Cuts `batch` into the micro-batches of one window: in order, as evenly as possible, the larger ones last.
 
         Args:
             batch: This rank's part of the update: tensors in any nesting of dicts, lists, tuples and dataclasses.
-                Tensors whose first dimension is the batch's are cut, as views, and lists of one entry per sample; all
-                else goes whole to each part. The parts are the fewest within `micro_batch_size`, or `steps` of them.
-            length: Samples in it; by default the length that most of its tensors and lists of samples share.
-            whole: Keys, fields or positions of entries that are never cut, however long they are.
+                Tensors whose first dimension is the batch's are cut, as views, and so are lists with one entry per
+                sample; all else goes whole to each part. As few parts as fit `micro_batch_size`, or `steps` parts.
+            length: Samples in it; by default the length shared by most of its tensors and lists of samples.
+            whole: Keys, fields or positions of entries that are never cut, whatever their length.
 
         Raises:
-            ValueError: No size was given to the Accumulator, the length is a tie, or nothing is named so.
+            ValueError: The Accumulator was given no size, the length is a tie, or `whole` names nothing in the batch.
             TypeError: Nothing in the batch has a length, or something in it cannot be cut.
             DistaccumError: As in `windows()`.
         """
@@ -179,27 +179,27 @@ class Accumulator:
         return self._planner.plan(cut_up(batch, self._planner.job, columns))
 
     def window(self, micro_batches: Iterable[Batch]) -> Window[Batch]:
-        """One window of micro-batches that you made.
+        """Makes one window of micro-batches of your own.
 
         Args:
-            micro_batches: This rank's, drawn at once, as many as there are; ranks may have different numbers of them.
+            micro_batches: All of this rank's; they are drawn at once. Ranks may have different numbers of them.
 
         Raises:
-            ValueError: A count that is no count.
+            ValueError: A bad count.
             DistaccumError: As in `windows()`.
         """
         return self._planner.plan(lambda _: Batches(all_of(micro_batches)))
 
     def update(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Update:
-        """The record of one update: cuts `batch`, runs every micro-batch through `loss_fn`, and steps. Equivalent to::
+        """Cuts `batch`, runs every micro-batch through `loss_fn`, steps, and returns the record. Equivalent to::
 
             window = accumulator.split(batch)
             for micro_batch in window:
                 window.backward(loss_fn(micro_batch))
             return window.step()
 
-        but where a micro-batch does not fit into memory all ranks undo the window, halve the micro-batch and do it
-        again; the size is remembered, and a larger one is tried now and then.
+        but if a micro-batch does not fit into memory, all ranks undo the window, halve the micro-batch size and try
+        again; the size that fits is remembered, and a larger one is tried now and then.
 
         Args:
             batch: This rank's part of the update, as in `split()`.
@@ -208,8 +208,8 @@ class Accumulator:
             whole: As in `split()`.
 
         Raises:
-            Exception: What `loss_fn` raised; the window is undone: gradients, buffers and random numbers.
-            DistaccumError: It, quoted on the other ranks; one sample does not fit; or the gradient is not finite.
+            Exception: Whatever `loss_fn` raised; the window is undone: gradients, buffers and random numbers.
+            DistaccumError: That error, quoted on the other ranks; one sample does not fit; or a non-finite gradient.
             ValueError: No size was given to the Accumulator.
         """
         from .runs.update import update
@@ -220,21 +220,21 @@ class Accumulator:
     def contrast(
         self, batch: Batch, encode: Encode[Batch], loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
     ) -> Update:
-        """The record of one update for a loss over all pairs: `loss_fn(*encode(batch))` over all ranks, in less memory.
+        """Runs one update of a loss over all pairs, `loss_fn(*encode(batch))` over all ranks, in less memory.
 
-        Each micro-batch is encoded without a graph, the loss is taken once, on each rank alike, and each micro-batch is
-        encoded again, with the same random numbers, to carry its part back. `reduction` and `count` are not used.
+        Each micro-batch is encoded without a graph, each rank computes the same loss once, and each micro-batch is
+        encoded again, with the same random numbers, for its part of the backward. `reduction` and `count` are not used.
 
         Args:
             batch: This rank's part of the update, as in `split()`.
-            encode: Called with a micro-batch; returns a representation or a tuple of them, tensors of a row per sample.
-            loss_fn: Called with the representations of the whole batch, in the order of ranks and samples; returns a
-                scalar tensor. Parameters that it alone uses (a temperature) get their gradient too.
+            encode: Takes a micro-batch; returns a representation or a tuple of them: tensors with one row per sample.
+            loss_fn: Takes the representations of the whole batch, in the order of ranks and samples; returns a
+                scalar tensor. Parameters that only it uses (a temperature) get their gradient too.
             length: As in `split()`.
             whole: As in `split()`.
 
         Raises:
-            DistaccumError: A second `encode` gives other values, ranks get different losses, or as in `update()`.
+            DistaccumError: The second `encode` returns other values, ranks get different losses, or as in `update()`.
             ValueError: No size was given to the Accumulator, or `encode` or `loss_fn` returns another shape.
         """
         from .runs.contrast import contrast
@@ -243,19 +243,19 @@ class Accumulator:
         return contrast(self._planner, batch, encode, loss_fn, columns)
 
     def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
-        """A report on whether accumulation equals the big batch, by how much their gradients differ, and why.
+        """Reports whether accumulation equals the big batch, by how much their gradients differ, and why.
 
-        Runs both on the model itself, with the same random numbers, in float64 too where the module is plain.
+        Runs both on the model itself, with the same random numbers, and in float64 too if the module is plain.
         Gradients, buffers, modes and random numbers are put back, and nothing is stepped.
 
         Args:
-            batch: This rank's part, at least two samples. Each rank runs the big batch of all of them: keep it small.
+            batch: This rank's part, at least two samples. Each rank runs the big batch of all ranks: keep it small.
             loss_fn: As in `update()`; called with micro-batches and with the big batch.
             length: As in `split()`.
             whole: As in `split()`.
 
         Raises:
-            DistaccumError: The engine shows no gradients (DeepSpeed), the big batch does not fit, or they are all 0.
+            DistaccumError: The engine hides gradients (DeepSpeed), the big batch does not fit, or gradients are all 0.
             ValueError: No size was given to the Accumulator.
         """
         from .runs.check.report import check
@@ -263,33 +263,33 @@ class Accumulator:
         return check(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank, to save: the index, the learned size, the scaler, the loader's place, each
-        extension's under its key, and the random numbers of the host and of the model's devices.
+        """This rank's state, to save: the index, the learned size, the scaler, the loader's position, each
+        extension's state under its key, and the random number state of the host and of the model's devices.
 
-        Call it anywhere. While a window is open, the state is that of its start, so that a job which resumes does it
-        again. The loader's place is that of the loop over `windows()`, or of the last that was left by `break` or an
-        error. Save every rank's: each has its own random numbers, and its own place.
+        Call it anywhere. While a window is open, the state is the one at its start, so that a job that resumes runs
+        the window again. The loader's position is that of the current loop over `windows()`, or of the last one left
+        by `break` or an error. Save every rank's state: each has its own random numbers and its own position.
 
         Raises:
-            DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call is between a
-                window's loop and its `step()`, where you may have stepped.
+            DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call comes between a
+                window's loop and its `step()`, when you may have stepped already.
         """
         from .runs.state import state_dict_of
 
         return state_dict_of(self._planner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes with the window that was at work when `state_dict()` was taken, or with the next.
+        """Resumes with the window that was running when `state_dict()` was called, or with the next one.
 
-        The random numbers are put back when the first window begins, and its data are drawn.
+        The random numbers are put back when the first window begins, after its data are drawn.
 
         Args:
-            state: Of this rank, of the same version. On another number of ranks its random numbers and the loader's
-                place are left out. A loader without a state of its own must begin at that window's first micro-batch.
+            state: This rank's, from the same version. On another number of ranks, the random numbers and the loader's
+                position are ignored. A loader without a state of its own must begin at that window's first micro-batch.
 
         Raises:
-            TypeError, ValueError: No such state, or one with a scaler for an Accumulator without (or the reverse).
-            DistaccumError: A window is open, or this rank's part is missing and holds the place of a loader.
+            TypeError, ValueError: Not such a state, or it has a scaler and the Accumulator has none (or the reverse).
+            DistaccumError: A window is open, or this rank's part, with a loader's position, is missing.
         """
         from .runs.state import load_state
 

@@ -1,4 +1,4 @@
-"""Adapter: takes apart what another trainer's library prepared, before an engine is chosen."""
+"""Adapter: unwraps what another training library prepared, before an engine is chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 RunBackward = Callable[..., Any]
-# Doors to the adapters, by the packages of which one is imported where something may be prepared.
+# Doors to the adapters, by packages: one is opened if any of its packages has been imported.
 DOORS = {
     ("accelerate",): "distaccum.wrappers.accelerate:Accelerated",
     ("lightning_fabric", "lightning"): "distaccum.wrappers.fabric:FromFabric",
@@ -17,7 +17,7 @@ DOORS = {
 
 
 class Prepared:
-    """The caller's objects; adapters replace those of their library by what is inside."""
+    """The caller's objects; adapters replace their library's wrappers by the objects inside."""
 
     models: list[Any]
     optimizers: list[Any]
@@ -26,7 +26,7 @@ class Prepared:
 
 
 class Adapter:
-    """A library whose wrappers are taken off; every method does nothing."""
+    """A library whose wrappers are taken off; by default no method does anything."""
 
     scales_losses = False  # its backward multiplies the loss by the scaler's scale
 
@@ -37,17 +37,17 @@ class Adapter:
         """Takes the library's wrappers off."""
 
     def around(self, run_backward: RunBackward) -> RunBackward:
-        """Returns what runs backward in the place of `run_backward`."""
+        """Returns a function to run backward in place of `run_backward`."""
         return run_backward
 
     def begin(self) -> None:
         """Raises if the library accumulates by itself; called before each window."""
 
     def after_step(self, stepped: bool) -> None:
-        """Lets the library know of a step, or of one that was skipped."""
+        """Tells the library about a step, taken or skipped."""
 
     def communicates(self, loader: Any) -> bool:
-        """Returns whether drawing from a loader communicates, which ranks that are at different micro-steps cannot."""
+        """Returns whether drawing from a loader communicates; ranks at different micro-steps must not do that."""
         return False
 
     def tells_state(self, loader: Any) -> bool:
@@ -56,7 +56,7 @@ class Adapter:
 
 
 def is_there(door: str) -> bool:
-    """Returns False for a room that was taken away."""
+    """Returns whether the module behind a door is installed; optional folders can be deleted."""
     return find_spec(door.rpartition(".")[0]) is not None and find_spec(door.partition(":")[0]) is not None
 
 

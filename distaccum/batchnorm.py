@@ -1,4 +1,4 @@
-"""Batch normalisation: frozen, or with GroupNorm in its place."""
+"""Batch normalisation: freeze it, or replace it by GroupNorm."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def freeze(model: nn.Module) -> list[str]:
 
 
 def to_groupnorm(model: Model, per_group: int = 16) -> Model:
-    """Puts GroupNorm, which looks at each sample alone, in the place of batch normalisation, and returns the model.
+    """Replaces batch normalisation by GroupNorm, which looks at each sample alone, and returns the model.
 
-    Make the optimizer after it. Weights and biases are kept, statistics are not.
+    Make the optimizer afterwards. Weights and biases are kept, statistics are not.
 
     Args:
         model: Changed in place.
-        per_group: The fewest channels in a group; the number of groups divides the layer's channels. The variance of
+        per_group: The fewest channels in a group; the number of groups divides the layer's channels. The variance over
             few numbers, as in small images, magnifies rounding.
 
     Example:

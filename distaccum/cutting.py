@@ -1,4 +1,4 @@
-"""Nested batches: which dimension holds their samples, what counts in them, and how they are cut."""
+"""Nested batches: finding the dimension that holds their samples, counting, and cutting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import TypeVar  # torch needs it too
 
-Batch = TypeVar("Batch", default=Any)  # of the caller's: a micro-batch, or what is cut into some
+Batch = TypeVar("Batch", default=Any)  # the caller's: a micro-batch, or a batch to cut
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 Names = Collection[str | int]  # of entries: keys and fields at any depth, positions in the batch itself
 KeyPath = tuple[Any, ...]  # of an entry: the keys that lead to it
@@ -28,9 +28,9 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
 
     Args:
         batch: Tensors or arrays in any nesting of dicts, lists, tuples and dataclasses. The batch dimension is the
-            first dimension that most of them share. A list of samples, as texts or dicts of boxes, counts as one entry
-            of its length; one whose entries may be columns, as `[view, other_view]`, lets the other entries decide.
-        whole: Names of entries that have no say.
+            first dimension that most of them share. A list of samples, such as texts or dicts of boxes, is one entry
+            of its length; a list whose entries may be columns, as `[view, other_view]`, lets the other entries decide.
+        whole: Names of entries to ignore.
 
     Raises:
         TypeError: Nothing in it has a dimension; give a `count` of your own, such as `len`.
@@ -42,19 +42,19 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
         >>> count_samples({"image": torch.zeros(3, 3, 8, 8), "boxes": boxes})
         3
     """
-    # The usual one first, which each micro-step of a loader counts.
+    # The usual batch first: this runs in every micro-step of a loader.
     columns = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else (batch,)
     alike = {one.shape[0] if isinstance(one, Tensor) and one.ndim else None for one in columns}
     if not whole and len(alike) == 1 and (length := alike.pop()) is not None:
         return length
     votes: Counter[int] = Counter()
-    firm: Counter[int] = Counter()  # of entries that have this length rather than another
+    firm: Counter[int] = Counter()  # only of entries that more likely have this length than another
     for _, item, columns in each_entry(batch, whole):
         if columns is None:
             own = [int(item.batch_sizes[0])] if isinstance(item, PackedSequence) else list(item.shape[:1])
             votes.update(own)
             firm.update(own)
-        elif not _is_number(item):  # a size, or a pair of options
+        elif not _is_number(item):  # not a size, or a pair of options
             votes.update({len(item), *columns})
             firm.update([] if any(map(is_array, item)) else [len(item)])
     ranked = sorted(votes, key=lambda one: (votes[one], firm[one]), reverse=True)
@@ -64,7 +64,7 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
             "pass count= to the Accumulator, and length= where a batch is cut"
         )
     first, *others = ranked
-    # What one list is rather, is no evidence without another entry of that length.
+    # The likelier reading of a single list is no evidence unless another entry has that length.
     if others and votes[first] == votes[others[0]] and (firm[first] == firm[others[0]] or votes[first] == 1):
         tied = sorted(one for one in ranked if votes[one] == votes[first])
         raise ValueError(
@@ -78,7 +78,7 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
 
 
 def _taken_apart(item: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
-    """The entries of a container by key, field or position, and what makes one like it of others; {} of a leaf."""
+    """The entries of a container by key, field or position ({} for a leaf), and a function to remake it from others."""
     if isinstance(item, Mapping):
         return dict(item), partial(_remade_mapping, item)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -91,7 +91,7 @@ def _taken_apart(item: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], 
 
 
 def _remade_mapping(item: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    # A copy keeps the type, also of an OrderedDict, defaultdict or UserDict; some have no update().
+    # A copy keeps the type, such as OrderedDict, defaultdict or UserDict; some have no update().
     parts = copy.copy(item) if isinstance(item, MutableMapping) else {}
     for key, value in entries.items():
         parts[key] = value
@@ -99,7 +99,7 @@ def _remade_mapping(item: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Mapp
 
 
 def _remade_dataclass(item: Any, entries: Mapping[str, Any]) -> Any:
-    """One of changed arguments, which derives its other fields anew."""
+    """A copy with changed arguments, which derives its other fields anew."""
     given = {one.name: entries[one.name] for one in dataclasses.fields(item) if one.init}
     made = dataclasses.replace(item, **given)
     unknown = [name for name, value in given.items() if getattr(made, name) is not value]
@@ -117,7 +117,7 @@ def _remade_dataclass(item: Any, entries: Mapping[str, Any]) -> Any:
 
 
 def entries_of(item: Any) -> dict[Any, Any]:
-    """The entries of a container by key, field or position; {} of anything else."""
+    """The entries of a container by key, field or position; {} for anything else."""
     return _taken_apart(item)[0]
 
 
@@ -135,17 +135,17 @@ def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
 
 
 class WouldWait(Exception):  # noqa: N818  # it never leaves this library
-    """Numbers are on a device, and nobody shall wait for it now."""
+    """Numbers are on a device, and this is no time to wait for it."""
 
 
 def refuse_to_wait(values: Any) -> None:
-    """Raises WouldWait where a tensor is not on the host."""
+    """Raises WouldWait if a tensor is not on the host."""
     if any(not tensor.is_cpu for _, tensor in tensors_in(values)):
         raise WouldWait
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns an equal nesting with each tensor changed."""
+    """Returns the same nesting with each tensor changed."""
     return change(item) if isinstance(item, Tensor) else rebuilt(item, lambda child, _: map_tensors(child, change))
 
 
@@ -166,9 +166,9 @@ def _is_number(item: Any) -> bool:
 
 
 def each_entry(item: Any, whole: Names = (), path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, set[int] | None]]:
-    """Yields the path of each array and list of alike entries, and the entry; skips what is named as whole.
+    """Yields each array and each list of like entries, with its path; skips entries that are named as whole.
 
-    For a list also the lengths of its entries if these may be columns; an empty set if they are samples.
+    For a list, also yields the lengths of its entries if they may be columns, or an empty set if they are samples.
     """
     if goes_whole(path, whole):
         return
@@ -185,7 +185,7 @@ def goes_whole(path: KeyPath, whole: Names) -> bool:
 
 
 def _columns_in(item: Any, *, is_root: bool) -> set[int] | None:
-    """The lengths for `each_entry`; None where it is no list of alike entries, or is the batch, a list of columns."""
+    """The lengths for `each_entry`; None if it is no list of like entries, or the batch itself, a list of columns."""
     if not is_list(item) or not item or len({_nature(entry) for entry in item} - {None}) > 1:
         return None
     lengths = [_first_dimensions(entry) for entry in item if entry is not None]
@@ -194,7 +194,7 @@ def _columns_in(item: Any, *, is_root: bool) -> set[int] | None:
 
 
 def _first_dimensions(item: Any) -> set[int | None]:
-    """The lengths of arrays and lists of plain values in it; None among them for what has no dimension."""
+    """The lengths of arrays and lists of plain values in it; includes None if anything in it has no dimension."""
     if is_array(item):
         return {item.shape[0] if len(item.shape) else None}
     if is_list(item) and {_nature(entry) for entry in item} <= {"value", None}:
@@ -204,7 +204,7 @@ def _first_dimensions(item: Any) -> set[int | None]:
 
 
 def _nature(item: Any) -> Any:
-    """Returns a key that is equal for samples of one batch; None agrees with all."""
+    """Returns a key that is equal for samples of one batch; None agrees with every key."""
     if is_array(item):
         return getattr(item, "dtype", None), len(item.shape)
     if is_list(item):
@@ -224,18 +224,18 @@ class TokenCount:
     labels: str | int
     ignore_index: int
     shift: bool
-    unit = "tokens"  # its name where losses have none
+    unit = "tokens"  # the name of an unnamed loss
 
     def __call__(self, batch: Any) -> Tensor:
         return self._kept(batch).sum()
 
     def of_rows(self, batch: Any) -> Tensor:
-        """The number in each row."""
+        """The number of kept labels in each row."""
         return self._kept(batch).flatten(1).sum(1)
 
     def _kept(self, batch: Any) -> Tensor:
         try:
-            found = None if isinstance(batch, Tensor) else batch[self.labels]  # a row, which is not all labels
+            found = None if isinstance(batch, Tensor) else batch[self.labels]  # tensor[i] is a row
         except (TypeError, KeyError, IndexError):
             found = getattr(batch, str(self.labels), None)
         if not isinstance(found, Tensor):
@@ -248,12 +248,12 @@ class TokenCount:
 
 
 def count_tokens(labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False) -> TokenCount:
-    """Makes a `count=` of the labels that a token loss keeps: a tensor of one number, on the labels' device.
+    """Makes a `count=` for token losses: the number of labels kept, as a one-element tensor on the labels' device.
 
     Args:
         labels: The key, attribute or position of the labels in a micro-batch; a tensor of integers.
         ignore_index: The label that the criterion leaves out, as in `CrossEntropyLoss`.
-        shift: Leaves out the first label of each row (the last dimension), as losses on the next token do.
+        shift: Leaves out the first label of each row (the last dimension), as next-token losses do.
 
     Example:
         >>> import torch
@@ -269,7 +269,7 @@ def count_tokens(labels: str | int = "labels", *, ignore_index: int = -100, shif
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The caller's description of a batch: its number of samples (None: `count_samples`), and entries never cut."""
+    """The caller's description of a batch: its number of samples (None: `count_samples`) and entries never to cut."""
 
     length: int | None = None
     whole: Names = ()
@@ -306,7 +306,7 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int, whole: Names = ()) 
 
 
 def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: Names = ()) -> Iterator[Any]:
-    """The parts of `batch` with these of its samples. Those that are neighbours are views of its tensors."""
+    """The parts of `batch` with these samples. Neighbouring samples are views of its tensors, not copies."""
     cut = {path for path, is_cut in cut_entries(batch, length, whole).items() if is_cut}
     if not cut:
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
@@ -317,7 +317,7 @@ def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: N
             return rebuilt(item, lambda child, key: pick(child, rows, (*path, key)))
         if path not in cut:
             return item
-        if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
+        if not rows or rows[-1] - rows[0] + 1 == len(rows):  # neighbours, since rows are in order
             return item[rows[0] : rows[-1] + 1] if rows else item[:0]
         return item[list(rows)] if is_array(item) else type(item)(item[row] for row in rows)
 
@@ -335,7 +335,7 @@ def cut_entries(batch: Any, length: int, whole: Names = (), path: KeyPath = ()) 
     for where, item, columns in each_entry(batch, whole, path):
         is_cut = _is_cut(item, columns, length)
         _refuse_uncuttable(item, length, is_cut=is_cut, name=str(where[-1]) if where else "")
-        if columns and not is_cut:  # they are columns
+        if columns and not is_cut:  # its entries are columns
             for key, child in entries_of(item).items():
                 found |= cut_entries(child, length, whole, (*where, key))
         else:
@@ -347,7 +347,7 @@ def _is_cut(item: Any, columns: set[int] | None, length: int) -> bool:
     """Tells whether this entry has one value per sample."""
     if columns is None:
         return is_array(item) and len(item.shape) > 0 and item.shape[0] == length
-    if len(item) != length or (length == 1 and columns == {1}):  # a row of one, or one entry
+    if len(item) != length or (length == 1 and columns == {1}):  # one sample: cut by columns, which comes to the same
         return False
     if columns == {length}:
         raise ValueError(
@@ -359,7 +359,7 @@ def _is_cut(item: Any, columns: set[int] | None, length: int) -> bool:
 
 
 def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> None:
-    """Raises for tensors whose samples are no slices of them."""
+    """Raises for tensors whose samples are not slices of them."""
     kind = ""
     if isinstance(item, PackedSequence):
         kind = "a PackedSequence, whose samples are interleaved"

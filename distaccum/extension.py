@@ -1,4 +1,4 @@
-"""Extension: what takes part in windows without being one."""
+"""Extension: the seam for optional code that takes part in windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .update import Update
 from .window import Window
 
 EVENTS = "begin", "before_backward", "after_backward", "finishing", "numbers", "judge", "end"
-KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})  # of a state, beside extensions' and each rank's part
+KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})  # of a state, besides extensions' and each rank's
 
 
 class Extension:
@@ -22,7 +22,7 @@ class Extension:
 
     Attributes:
         key (str): The name of its state and of its numbers; "" if it has neither.
-        in_contrast (bool): False leaves out windows of `contrast()`, whose loss is no mean over micro-batches.
+        in_contrast (bool): False skips windows of `contrast()`, whose loss is not a mean over micro-batches.
     """
 
     key = ""
@@ -32,40 +32,40 @@ class Extension:
         """Raises if it cannot work with this `job`'s `engine`, `models`, `optimizers`, `scaler` or `config`."""
 
     def begin(self, window: Window) -> None:
-        """The `window` begins, before its first micro-batch; it has its `index`, its `counts` and a length."""
+        """Called when the `window` begins, before its first micro-batch; it has its `index`, `counts` and length."""
 
     def before_backward(self, window: Window, reduces: bool) -> None:
-        """A backward of the `window` begins; `reduces`: other ranks take part in it."""
+        """Called before each backward of the `window`; `reduces`: other ranks take part in it."""
 
     def after_backward(self, window: Window) -> None:
-        """A backward of the `window` ended without an error."""
+        """Called after each backward of the `window` that ended without an error."""
 
     def finishing(self, window: Window) -> None:
-        """The loop over the `window` ended; what no backward reduced is reduced next."""
+        """Called after the loop over the `window`, before the library reduces whatever no backward has reduced."""
 
     def numbers(self, window: Window) -> Tensor | None:
-        """Numbers of the `window` that the ranks add up with the losses: a tensor of one dimension, as long on each.
+        """Numbers of the `window` for the ranks to add up with the losses: a 1-D tensor of one length on all ranks.
 
         Called when gradients are final, still multiplied by a scaler's scale. `update.summed(key)` is their sum.
         """
         return None
 
     def judge(self, window: Window) -> str | None:
-        """The reason not to step the `window`, the same on all ranks, or None; asked before clipping, if none skips."""
+        """Says why not to step the `window`, the same on all ranks, or None; called before clipping, if none skips."""
         return None
 
     def end(self, window: Window, update: Update | None) -> None:
-        """The `window` that began is over. Every extension hears of it, whatever another raises.
+        """Called when a `window` that began is over, on every extension, even if another one raises.
 
-        The `notes` of the `update` are yours to fill; it is None if the window was discarded.
+        Write what you like to the `notes` of the `update`, which is None if the window was discarded.
         """
 
     def state(self) -> Any:
-        """The state that `Accumulator.state_dict()` holds under `key`."""
+        """The state that `Accumulator.state_dict()` stores under `key`."""
         return None
 
     def load(self, state: Any) -> None:
-        """Takes up the `state` that `state()` returned, or None; raises before it changes anything."""
+        """Restores the `state` that `state()` returned, or None; an error must come before any change."""
 
 
 def hooks_of(extensions: Sequence[Extension]) -> Hooks:
@@ -77,7 +77,7 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
 
 
 def join_all(extensions: Sequence[Extension], job: Job) -> None:
-    """Lets them take part in the windows of `job`, or raises."""
+    """Makes the extensions take part in the windows of `job`, or raises."""
     if not isinstance(extensions, list | tuple) or not all(isinstance(one, Extension) for one in extensions):
         raise TypeError(f"extensions={extensions!r}, expected a list of distaccum.Extension, as [NoiseScale()]")
     keys = [one.key for one in extensions if one.key]

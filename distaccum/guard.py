@@ -1,4 +1,4 @@
-"""Guards: what a loop may not do in a window, and the origin of NaN and infinity."""
+"""Guards: refuse what a loop may not do in a window, and find the origin of NaN and infinity."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Stage(Enum):
     LEFT = "discarded (its loop was left, or another window was requested)"
 
 
-OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING  # it holds gradients
+OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING  # the window holds gradients
 OVER = Stage.STEPPED, Stage.LEFT
-DONE, WAITING, FAILED = range(3)  # the backward of the micro-batch at work, or of a part of it
+DONE, WAITING, FAILED = range(3)  # the state of the backward of the current micro-batch, or of a part of it
 
 
 def refuse_backward(window: Any) -> NoReturn:
-    """Raises, since no micro-batch waits for a backward."""
+    """Raises, because no micro-batch is waiting for a backward."""
     if window.stage is not Stage.RUNNING:
         raise DistaccumError(
             f"backward() on a window that is {window.describe()}; call it in the loop over its micro-batches"
@@ -64,7 +64,7 @@ def give_up(window: Any, what: str) -> NoReturn:
 
 
 def refuse_unfinished(window: Any) -> None:
-    """Raises where the micro-batch at work lacks a backward, a part or a named loss."""
+    """Raises if the current micro-batch lacks a backward, a part or a named loss."""
     if window.stage is Stage.LEFT:
         raise DistaccumError(f"this window is {window.describe()}")
     if window.has_more_parts:
@@ -78,7 +78,7 @@ def refuse_unfinished(window: Any) -> None:
 
 
 def refuse_missing_backward(window: Any, what: str) -> None:
-    """Raises where `what` is at work and had no backward."""
+    """Raises if the current micro-batch or part, named `what`, had no backward."""
     if window.turn != DONE:
         raise DistaccumError(
             f"{what} without window.backward(loss) ({window.where()}); call it for each one (to leave a micro-batch "
@@ -87,7 +87,7 @@ def refuse_missing_backward(window: Any, what: str) -> None:
 
 
 def refuse_copy(window: Any) -> None:
-    """Raises where the window is not over."""
+    """Raises if the window is not over."""
     if window.stage not in OVER:
         raise DistaccumError(
             f"copying or pickling an Accumulator with a window that is {window.describe()}, of which a copy "
@@ -97,17 +97,17 @@ def refuse_copy(window: Any) -> None:
 
 
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:
-    """Clears gradients that stood before a window, with a warning."""
-    # Zeros are nobody's: of zero_grad(set_to_none=False), or views of buckets that another Accumulator cleared.
+    """Clears gradients left from before a window, with a warning."""
+    # Zeros get none: they come from zero_grad(set_to_none=False), or are bucket views that another Accumulator cleared.
     shown = [p.grad for p in parameters if p.grad is not None]
-    if engine.stale(()) or total_norm([local(one) for one in shown], math.inf) != 0:  # hidden ones, or these
+    if engine.stale(()) or total_norm([local(one) for one in shown], math.inf) != 0:  # hidden ones, or shown ones
         once("stale", "gradients that stood before the window were cleared: they are not part of it")
     engine.clear(parameters)
 
 
 @contextmanager
 def untouched_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Undoes what a stand-in does to running statistics: it was counted when it came first."""
+    """Restores running statistics after a stand-in, which updated them when it first ran."""
     found = [(b, b.clone()) for layer in layers if layer.training for b in layer.buffers(recurse=False)]
     try:
         yield
@@ -117,11 +117,11 @@ def untouched_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class NonfiniteError(DistaccumError):
-    """A window was given up, and nothing was stepped."""
+    """A non-finite gradient or loss: the window was given up, and nothing was stepped."""
 
 
 def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
-    """Reads every gradient; raises on all ranks where `what` is not finite, or returns it as the reason of a skip."""
+    """Finds why `what` is not finite, reading every gradient; raises on all ranks, or returns it as a skip's reason."""
     names = names_of(engine.models)
     named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(window.parameters)]
     own = (
@@ -132,7 +132,7 @@ def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> 
     places, *seen = zip(*engine.peers.gather_objects(own, everyone=True), strict=True)
     gradients, weights = (list(dict.fromkeys(itertools.chain(*of_ranks))) for of_ranks in seen)
     cure = "Look for it in the data or lower the learning rate"
-    if weights:  # nothing was stepped since, so they were not finite before the first backward
+    if weights:  # nothing has stepped since the first backward, so they were not finite before it
         message = (
             f"before its first backward there were weights that are not finite already, first in {shorten(weights)}"
         )
@@ -148,9 +148,9 @@ def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> 
 
 
 def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) -> str:
-    """The micro-batch, from the number of each rank's first with a loss that is not finite (-1: none), and the loss."""
+    """Says where it began; `first`: each rank's first micro-batch with a non-finite loss (-1: none), and that loss."""
     noun = "loss" if losses.of_pairs is None else "largest representation"
-    # Ranks that share samples may hold different stages, and only one of them the losses.
+    # Ranks that share samples may hold different stages of a pipeline, and only one of them the losses.
     by_rank = enumerate(map(max, engine.peers.by_samples(first)))
     places = [f"the {noun} of micro-batch {n} on rank {rank} is {value}" for rank, (n, value) in by_rank if n >= 0]
     if not places and losses.of_pairs is not None and not _is_finite(losses.of_pairs[0]):
@@ -159,7 +159,7 @@ def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) 
 
 
 def judge_loss(window: Any, engine: Engine, record: Record, on_nonfinite: OnNonfinite) -> None:
-    """Raises where an overflow is no scaler's business, since a loss was not finite before it was scaled."""
+    """Raises if a loss was not finite even before it was scaled: no smaller scale would avoid that overflow."""
     if on_nonfinite == "raise" and not all(map(math.isfinite, record.losses())):
         judge(window, engine, "loss", "raise")
 

@@ -1,4 +1,4 @@
-"""Job: the models and what trains them, chosen and checked once, where training stands, and a watch over gradients."""
+"""Job: the models and what trains them, checked once; the progress of training; and a watch over gradients."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from .scaling import has_unscaled
 MOST_SKIPS = 50  # in a row
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
 Hooks = Mapping[str, Sequence[Callable[..., Any]]]  # methods of extensions, by event
-Seen = dict[tuple[Any, ...], bool]  # by the path in a batch, whether it was cut or whole
+Seen = dict[tuple[Any, ...], bool]  # by path in a batch: True if it was cut, False if whole
 
 
 @dataclass(slots=True)
 class Micro:
-    """A micro-batch of this rank; without its batch once the loop has it."""
+    """A micro-batch of this rank; its batch is None once the loop has taken it."""
 
     batch: Any
     counts: Counts
-    number: int  # among all that were drawn, also those in which nothing counts
-    pieces: Sequence[Counts] = ()  # of what it is run in, where a pipeline cuts it
+    number: int  # among all that were drawn, including those in which nothing counts
+    pieces: Sequence[Counts] = ()  # of the chunks that a pipeline runs it in
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a window is run."""
+    """The way in which a window is run."""
 
     hooks: Hooks | None = None  # None: those of the accumulator's extensions
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
     agrees: bool = False  # ranks agree before they reduce
-    # For the plan, of its Batches: whether no backward may reduce, most samples in one, most numbers in a sample.
+    # For the plan: whether no backward may reduce, the most samples in a batch, and the most numbers in a sample.
     measure: Callable[[Any], tuple[bool, int, int]] | None = None
 
 
@@ -71,38 +71,38 @@ class Job(Prepared):
         for one in self.adapters:
             self.engine.run_backward = one.around(self.engine.run_backward)
         self.engine.adopt(self, config.max_norm, config.on_nonfinite)
-        self.steps = bool(self.optimizers) or "step" in self.engine.owns  # else the caller does
-        self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # what runs backward would, too
-        self.epochs: list[int] = []  # of the schedules, after their last step
+        self.steps = bool(self.optimizers) or "step" in self.engine.owns  # otherwise the caller steps
+        self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise their backward does
+        self.epochs: list[int] = []  # last_epoch of each schedule after the last update
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.extensions: tuple[Any, ...] = ()
         self.hooks: Hooks = {}
-        room = "distaccum.runs.randomness"  # of states: hears of each window's begin
+        room = "distaccum.runs.randomness"  # for states: it is told when a window begins
         self.random: Any = import_module(room).RandomNumbers(self.models, self.once) if is_there(room) else None
         self._models_parameters = self.engine.parameters()
-        self._every: list[nn.Parameter] = []  # the models' and the optimizers', each once
-        self.trained: list[nn.Parameter] = []  # the optimizers', each once
-        self.groups: list[Sequence[nn.Parameter]] = []  # that take part as a whole, an optimizer's each
-        self._owned: list[int] | None = None  # ids of what the optimizers had when they were seen last
+        self._every: list[nn.Parameter] = []  # of the models and the optimizers, each once
+        self.trained: list[nn.Parameter] = []  # of the optimizers, each once
+        self.groups: list[Sequence[nn.Parameter]] = []  # of each optimizer; without one, of the models
+        self._owned: list[int] | None = None  # ids of the optimizers' parameters when last looked at
         self.parameters()
         self._refuse_steps()
         self._refuse(config)
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Sets what moves on from window to window."""
+        """Resets the state that changes from window to window."""
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
-        self.num_contrasts = 0  # that ended well in this process
-        # An open window has gradients, which nobody may take for those of the next if it is dropped; its loop is over.
+        self.num_contrasts = 0  # completed in this process
+        # An open window holds gradients, which must not leak into the next if it is dropped; its loop is over.
         self.holds_gradients = self.lacks_step = False
-        self.fit: Any = None  # what update() learned of sizes (runs/sizes.py)
-        self.seen: Seen = {}  # what was cut of batches, and what went whole
-        self.substitute: Micro | None = None  # of a window whose gradient was finite, to stand in with
+        self.fit: Any = None  # what update() learned about sizes (runs/sizes.py)
+        self.seen: Seen = {}  # which entries of batches were cut, and which went whole
+        self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite
 
     def schedules_due(self) -> list[Any]:
-        """Lists the schedules that are to step; warns if one moved on since the last update, as `epochs` shows."""
+        """The schedules to step; warns if one has moved since the last update, according to `epochs`."""
         if any(getattr(one, "last_epoch", 0) > then for one, then in zip(self.schedulers, self.epochs, strict=False)):
             self.once(
                 "scheduler",
@@ -112,21 +112,21 @@ class Job(Prepared):
         return list(self.schedulers)
 
     def step_schedules(self, due: list[Any]) -> None:
-        """Steps each once, also where Ctrl-C comes between two of them and this is called again."""
+        """Steps each schedule once, even if Ctrl-C comes between two of them and this is called again."""
         while due:
             due.pop(0).step()
         self.epochs[:] = [getattr(one, "last_epoch", 0) for one in self.schedulers]
 
     @property
     def most(self) -> int | None:
-        """The most samples of a micro-batch, or the most that it may cost: as requested, or as update() learned."""
+        """The most samples in a micro-batch, or the most that it may cost: as requested, or as update() learned."""
         requested = self.config.most
         return self.fit.size if self.fit is not None else None if requested == "auto" else requested
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of now, each once: an optimizer may have got others."""
+        """All current parameters, each once; looked up anew, since an optimizer may have been given others."""
         owned = [id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
-        if owned != self._owned:  # it keeps them, so that no other has their ids
+        if owned != self._owned:  # ids are not reused, since self.groups keeps the parameters
             groups = [[p for group in one.param_groups for p in group["params"]] for one in self.optimizers]
             self._owned, self.groups = owned, [*groups] or [self._models_parameters]
             self.trained = unique(p for group in groups for p in group)
@@ -138,7 +138,7 @@ class Job(Prepared):
         return self.trained or self.engine.parameters()
 
     def _refuse_steps(self) -> None:
-        """Refuses what window.step() cannot step, or the window's shares would change."""
+        """Refuses what window.step() cannot step, and per-sample gradients, which the window's shares would scale."""
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
         if any(hasattr(p, "grad_sample") for p in self._models_parameters):
@@ -199,17 +199,17 @@ class Job(Prepared):
 
 @final
 class Tamper:
-    """Watches every gradient that is stepped, from the end of a backward to the next one, or to the loop's end.
+    """Watches every gradient to be stepped, from the end of a backward to the next one, or to the end of the loop.
 
-    Two looks at each `.grad`, which tensor it is and how often it was written to, cost a quarter of a microsecond. Own
-    writes cannot be counted in advance: some leave a parameter out, and checkpoints add several times in one backward.
+    Looking twice at each `.grad` (which tensor it is, and how often it was written to) costs a quarter of a
+    microsecond. Our own writes cannot be predicted: a backward may skip a parameter, and checkpoints add several times.
     """
 
     def __init__(self, job: Job) -> None:
         self._job, self._engine = job, job.engine
         self._own = job.groups[0] if len(job.groups) == 1 else [one for group in job.groups for one in group]
         self._holders: Sequence[Any] = ()  # whose gradients were looked at
-        self._seen: list[Tensor | None] = []  # these
+        self._seen: list[Tensor | None] = []  # their gradients
         self._versions: list[int] = []
 
     def look(self) -> None:
@@ -219,16 +219,16 @@ class Tamper:
         self._versions = _versions_of(self._seen)
 
     def differs(self) -> bool:
-        """Returns whether a gradient came, went or was written to; forgets what was seen, which a backward may free."""
+        """Returns whether a gradient was set, removed or written to; forgets what it saw, so that it can be freed."""
         holders, seen, versions = self._holders, self._seen, self._versions
         self._holders, self._seen = (), []
         scaler = self._job.scaler
-        if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # which counts as no write
+        if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # a write that no version counts
             return True
         now = [one.grad for one in holders]
         if all(map(is_same, now, seen)):
             return _versions_of(now) != versions
-        # A forward of DDP, which lays its buckets out anew after the first reduction, moves gradients to them.
+        # DDP lays its buckets out anew in the forward after its first reduction, and moves gradients into them.
         pairs = zip(now, seen, _versions_of(now), versions, strict=True)
         return any(
             version != before if one is other else one is None or other is None or not is_view(one)

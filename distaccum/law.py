@@ -1,7 +1,7 @@
-"""The law: shares, the plan of a window, and the words of errors. No torch, no ranks.
+"""The law: shares, the plan of a window, and errors. It needs neither torch nor other ranks.
 
-Each rank says what it has for a window in one row of numbers (`RankReport`). The rows are gathered once, and every rank
-makes the same `Plan` of them: then each micro-loss has one known factor, its share, and nothing is corrected later.
+Each rank reports its part of a window in one row of numbers (`RankReport`). The rows are gathered once, and every rank
+makes the same `Plan` from them. Each micro-loss then has one known factor, its share, and nothing is corrected later.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ PACKAGE = f"{Path(__file__).parent}{os.sep}"
 class DistaccumError(RuntimeError):
     """A broken protocol, such as `step()` in mid-window; its text says what was seen, what was expected, and the cure.
 
-    Wrong arguments raise ValueError or TypeError. Where ranks can know of each other's error, all of them raise.
+    Wrong arguments raise ValueError or TypeError. If ranks can learn of each other's errors, all of them raise.
     """
 
 
 class LostRanksError(DistaccumError):
-    """Contact with other ranks is lost: they died or did not arrive. Start all ranks again, from a checkpoint."""
+    """Contact with other ranks was lost: they died or did not arrive. Start all ranks again, from a checkpoint."""
 
 
 def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:
     """Raises on every rank if any failed: this rank's own error, or a DistaccumError.
 
-    `failed` has each rank's error in short, or a flag; in the message `{ranks}` and `{why}` stand for them.
+    `failed` has each rank's error in short, or a flag; it fills in `{ranks}` and `{why}` in the message.
     """
     if error is not None:
         try:
             raise error
         finally:
-            del error  # or its traceback would keep itself
+            del error  # otherwise its traceback would keep itself alive
     if any(failed):
         why = "; ".join(dict.fromkeys(str(one) for one in failed if one))
         raise DistaccumError(message.replace("{ranks}", ranks_where(failed)).replace("{why}", why))
@@ -59,8 +59,8 @@ def plural(number: int, noun: str) -> str:
 
 
 def warn(message: str) -> None:
-    """A warning at the line of the caller's code that led here, however deep in this package it was seen."""
-    frame, level = inspect.currentframe(), 1  # not kept: a frame that holds itself lives on, and all that called it
+    """Warns at the line of the caller's code that led here, however deep in this package the warning comes from."""
+    frame, level = inspect.currentframe(), 1  # deleted below: a frame that holds itself lives on, with its callers
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     del frame
@@ -68,7 +68,7 @@ def warn(message: str) -> None:
 
 
 class Once:
-    """Warns once for each key: on rank 0, or on each rank of what it alone sees, as its data."""
+    """Warns once for each key: on rank 0, or on each rank about what it alone sees, such as its data."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -88,7 +88,7 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:
-    """The factor that makes a micro-loss its part of the big batch's loss.
+    """The factor that turns a micro-loss into its part of the big batch's loss.
 
     `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` the reduction's.
 
@@ -118,10 +118,10 @@ def steps_for(batch_size: int, micro_batch_size: int, ranks: int) -> int:
 
 
 def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = None) -> list[int]:
-    """Sizes of the parts of `length` samples: as even as can be, the larger ones last.
+    """Sizes of the parts of `length` samples: as even as possible, the larger ones last.
 
-    Either `parts` of them (fewer where there are not as many samples), or the fewest of at most `largest`. The largest
-    comes last because its backward hides more of the reduction.
+    Either `parts` of them (fewer if there are not as many samples), or as few as possible of at most `largest`. The
+    largest comes last because its backward hides more of the reduction.
 
     >>> cut_evenly(101, largest=50)
     [33, 34, 34]
@@ -132,7 +132,7 @@ def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = N
 
 
 def as_int_if_whole(number: float) -> float:
-    """Whole numbers as int, so that a count prints as one."""
+    """`number` as an int if it is whole, so that a count prints without a decimal point."""
     return int(number) if number == int(number) else number
 
 
@@ -148,19 +148,19 @@ class RankReport(NamedTuple):
     """A rank's part of a window. Travels as a row of floats (exact up to 2**53)."""
 
     update: int  # its index
-    steps: int  # micro-batches per rank and update that were requested on this rank; 0: any number
-    num_drawn: int  # micro-batches that the loader gave
+    steps: int  # requested micro-batches per rank and update; 0: any number
+    num_drawn: int  # micro-batches from the loader, or of the batch
     num_counted: int  # those with a count above 0
     no_more_after: bool  # the loader has ended
     all_terms: bool  # every micro-batch has every named count above 0
-    all_terms_in_last: bool  # the last one has
+    all_terms_in_last: bool  # the last micro-batch has
     has_stand_in: bool  # this rank has, or will have, a micro-batch of an earlier window to stand in with
     failed: bool  # this rank could not draw or count, and will raise
     agrees: bool  # update() runs the window: ranks agree before they reduce
     reduce_afterwards: bool  # no backward may reduce: it is not known yet whether all ranks succeed
-    largest: int  # samples in a micro-batch, where a batch was cut
-    largest_sample: int  # numbers in a sample of it
-    fingerprint: int  # of the first micro-batch, where other ranks have the same samples; else 0
+    largest: int  # samples in the largest micro-batch, if a batch was cut
+    largest_sample: int  # numbers in its largest sample
+    fingerprint: int  # of the first micro-batch, if other ranks have the same samples; otherwise 0
     totals: tuple[float, ...]  # denominators by name
 
     def to_row(self) -> list[float]:
@@ -181,10 +181,10 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 
 
 class Plan:
-    """Knowledge that all ranks share of a window before its first backward: what follows from their reports."""
+    """Everything that all ranks know about a window before its first backward, derived from their reports."""
 
     def __init__(self, names: Sequence[str], reports: Sequence[RankReport]) -> None:
-        """Raises where they contradict each other."""
+        """Raises if the reports contradict each other."""
         of_ranks: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]
         for name, (what, say, cure) in AGREED.items() if len(reports) > 1 else ():
             values = getattr(of_ranks, name)
@@ -199,11 +199,11 @@ class Plan:
         self.num_counted = numbers  # micro-batches by rank
         self.is_empty = not (any(numbers) and any(self.counts.values()))  # nothing counts, so there is no update
         self.uneven, self.some_rank_is_dry = min(numbers) != max(numbers), min(numbers) == 0
-        self.all_terms = all(of_ranks.all_terms)  # no rank leaves a term out of any backward
+        self.all_terms = all(of_ranks.all_terms)  # no rank leaves a loss term out of any backward
         self.all_terms_in_last = all(of_ranks.all_terms_in_last)  # or out of its last
         self.has_stand_in: tuple[bool, ...] = of_ranks.has_stand_in  # by rank
         self.epoch_over, self.no_more_after = not any(of_ranks.num_drawn), all(of_ranks.no_more_after)
         self.agrees = any(of_ranks.agrees)  # ranks agree before they reduce
         self.reduce_afterwards = any(of_ranks.reduce_afterwards)  # after the last backward, when all have succeeded
-        self.largest = max(of_ranks.largest)  # samples in a micro-batch of any rank, where they were cut
-        self.largest_sample = max(of_ranks.largest_sample)  # numbers in a sample of it
+        self.largest = max(of_ranks.largest)  # samples in a micro-batch of any rank, if batches were cut
+        self.largest_sample = max(of_ranks.largest_sample)  # numbers in a sample of any rank

@@ -1,4 +1,4 @@
-"""Losses: the factor of each loss of a window, and the record of them. The only place that knows a factor."""
+"""Losses: the factor of each loss in a window, and the record of the losses. No other place scales a loss."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .norms import HALF, number_of
 from .ranks import Peers
 from .scaling import is_scaled_by
 
-MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
+MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and so does float16 unless subnormal
 
-Loss = Tensor | float  # as the record has it: a number where it is on the host, which nobody waits for
+Loss = Tensor | float  # as recorded: a plain number if it is on the host, where reading it needs no wait
 
 
 @final
 class Losses:
-    """Each loss goes backward with its share as the seed, so that no factor enters the graph.
+    """Gives each loss its share as the seed of backward, so that no factor enters the graph.
 
-    A seed is made anew for each backward: a hook of the loss may write to it, and the scaler's scale moves.
+    Each backward gets a new seed, because a hook on the loss may write to it, and the scaler's scale changes.
     """
 
     def __init__(
@@ -35,25 +35,25 @@ class Losses:
         self._names, self.reductions, self._totals = tuple(reductions), reductions, totals
         self.has_several = len(self._names) > 1
         self._engine, self._scaler, self._once, self._device = job.engine, job.scaler, job.once, device
-        self._scales = job.scales_seeds  # else what runs backward multiplies by the scaler's scale
-        self._wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
+        self._scales = job.scales_seeds  # otherwise an adapter's backward multiplies by the scaler's scale
+        self._wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         self._terms: list[tuple[int, str, float, Loss]] = []  # micro-batch, name, share, loss
-        self._given: set[str] = set()  # names that this micro-batch's backwards were given
-        # Of one loss over all pairs: it, the same on all ranks, with the part of it that this rank adds to the record,
-        # and the largest representation of each micro-batch.
+        self._given: set[str] = set()  # names that had a loss in this micro-batch
+        # For contrast(): the loss over all pairs, the same on all ranks, with the fraction that this rank adds to the
+        # record; and the largest representation of each micro-batch.
         self.of_pairs: tuple[Tensor, float] | None = None
         self.largest: list[tuple[int, Loss]] | None = None
 
     def weigh(
         self, counts: Counts, micro: Micro | None, loss: Tensor | None, named: Mapping[str, Tensor | None]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Losses of `micro` and their seeds for a backward; None: of a stand-in, whose share is 0."""
+        """Returns the losses of `micro` (None: of a stand-in, whose share is 0) and their seeds for a backward."""
         if not named and not self.has_several:
             one, seed = self._weigh(micro, self._names[0], loss, self._share(0, counts) or 0.0)
             return (one,), (seed,)
         given = self._by_name(loss, named)
         self._given.update(given)
-        # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
+        # A loss without a count is left out, not multiplied by 0: a mean over nothing is NaN, and so is 0 times NaN.
         pairs = [
             self._weigh(micro, name, given[name], share)
             for i, name in enumerate(self._names)
@@ -62,11 +62,11 @@ class Losses:
         return [one for one, _ in pairs], [seed for _, seed in pairs]
 
     def _share(self, i: int, counts: Counts) -> float | None:
-        """The factor of a named loss of a micro-batch; None: the term is left out."""
+        """The factor of a named loss in a micro-batch; None if the term is left out."""
         name, n = self._names[i], counts[i]
         total = self._totals[name]
-        # A stand-in may have a count for a name in which nothing counts now. Ranks that have parts of the same samples
-        # run each backward together, also where nothing counts in their part.
+        # A stand-in may have a count for a name that has none in this window. Ranks that have parts of the same samples
+        # run each backward together, even if nothing counts in their part.
         if not total or not (n or self._engine.peers.has_parts):
             return None
         return share_of(self.reductions[name], n, total, self._engine.divisor)
@@ -86,7 +86,7 @@ class Losses:
         return given
 
     def _weigh(self, micro: Micro | None, name: str, loss: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
-        """Notes a loss for the record; returns it, ready for backward, and its seed: a fill, which nobody waits for."""
+        """Notes a loss for the record; returns it, ready for backward, and its seed: a fill, which needs no wait."""
         if micro is None:
             share = 0.0
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
@@ -103,14 +103,14 @@ class Losses:
             self._look_at_rounding(loss.dtype, share)
             loss = loss.float()
         if share and micro is not None:
-            # The record has its own: what the caller does to the loss in place, also in a hook, is no part of it.
+            # The record keeps its own copy, since the caller may change the loss in place, or in a hook.
             own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
             self._terms.append((micro.number, name, share, own))
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
     def _look_at_rounding(self, dtype: torch.dtype, share: float) -> None:
-        """A loss in half precision is cast up, and its gradient, the share, comes back in half precision."""
+        """Raises or warns if half precision rounds the share: backward casts the gradient of a cast loss back down."""
         rounded = torch.tensor(share, dtype=dtype, device="cpu").item()
         if self._scaler is None and abs(rounded - share) > MOST_ROUNDING * share:
             raise ValueError(
@@ -127,12 +127,12 @@ class Losses:
     # The record
 
     def missing(self, counts: Counts) -> list[str]:
-        """Names that count in the micro-batch and got no loss; none where another rank has the losses."""
+        """Names with a count in the micro-batch but no loss; empty if this rank got none, as another has the losses."""
         given, self._given = self._given, set()
         return [name for name, n in zip(self._names, counts, strict=True) if n and given and name not in given]
 
     def totals(self) -> list[Loss]:
-        """This rank's losses by name, weighted; numbers where they are on the host."""
+        """This rank's weighted losses by name; plain numbers if they are on the host."""
         if self.of_pairs is not None:
             whole, part = self.of_pairs
             return [whole.to(self._device, self._wide) * part]
@@ -145,14 +145,14 @@ class Losses:
                 found[name] += share * loss
         for name, terms in on_device.items():
             first, losses = terms[0][0], [loss for _, loss in terms]
-            if any(share != first for share, _ in terms):  # a kernel each, and no shares that are sent to the device
+            if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
                 first, losses = 1.0, [loss * share for share, loss in terms]
             total = torch.stack(losses).sum(dtype=self._wide).to(self._device) * first
             found[name] = total + found[name] if found[name] else total
         return list(found.values())
 
     def sums(self) -> Tensor:
-        """Like `totals`, on the device: the ranks add them up for the record."""
+        """Like `totals`, in one tensor on the device, which the ranks add up for the record."""
         return torch.stack([self._on_device(one) for one in self.totals()])
 
     def first_nonfinite(self) -> tuple[int, float] | None:
@@ -160,7 +160,7 @@ class Losses:
         values = [(number, loss) for number, _, _, loss in self._terms] if self.largest is None else self.largest
         if not values:
             return None
-        read = torch.stack([self._on_device(value) for _, value in values]).tolist()  # in one wait for the device
+        read = torch.stack([self._on_device(value) for _, value in values]).tolist()  # waits for the device once
         found = [(number, value) for (number, _), value in zip(values, read, strict=True) if not math.isfinite(value)]
         return min(found, key=lambda one: one[0], default=None)
 
@@ -176,16 +176,16 @@ class Losses:
 
 @final
 class Record:
-    """Losses by name, numbers of extensions, and flags of overflow, which ranks add up at a step while nobody waits."""
+    """Losses by name, numbers from extensions, and overflow flags, which the ranks sum in one collective at a step."""
 
     def __init__(
         self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None, engine: Engine
     ) -> None:
-        """`flags` of overflow on this rank; None: there is no scaler."""
-        self.norm: Tensor | None = None  # of the gradient before clipping, where it is wanted
-        self.read = math.inf  # it, where the step has read it
+        """Starts the sum; `flags`: overflows on this rank, or None without a scaler."""
+        self.norm: Tensor | None = None  # of the gradient before clipping, if requested
+        self.read = math.inf  # the norm as a number, once the step has read it
         self._divisor = engine.divisor
-        self.sums: dict[str, Tensor] = {}  # of numbers, by the extension's key
+        self.sums: dict[str, Tensor] = {}  # of the extensions' numbers, by key
         self._sending: Any = None
         self._losses: Tensor | list[Loss] = []
         if flags is None and engine.peers.is_alone and not numbers:
@@ -205,7 +205,7 @@ class Record:
             self._sending.wait()
 
     def losses(self) -> list[float]:
-        """The losses by name over all ranks, which it waits for."""
+        """Waits for the sum, and returns the losses by name over all ranks."""
         self.wait()
         found = self._losses.tolist() if isinstance(self._losses, Tensor) else self._losses
         return [float(one) / self._divisor for one in found]
@@ -222,7 +222,7 @@ class Record:
 def refuse_loss(loss: Any, who: str = "backward() got") -> NoReturn:
     if not isinstance(loss, Tensor):
         seen, cure = f"{loss!r}, a {type(loss).__name__}", "without .item() or float()"
-        if isinstance(loss, Sequence | Mapping):  # whose text would hold all logits
+        if isinstance(loss, Sequence | Mapping):  # its repr would hold all logits
             seen = f"a {type(loss).__name__} of {len(loss)}"
             cure = "which is one of these, as outputs.loss or outputs[0]"
         raise TypeError(f"{who} {seen}, expected the loss as a tensor ({cure})")

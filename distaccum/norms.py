@@ -1,4 +1,4 @@
-"""Clipping, and what is asked of tensors and parameters."""
+"""Clipping, and small questions about tensors and parameters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-EPSILON = 1e-6  # beside the norm in clipping, as torch has it
+EPSILON = 1e-6  # added to the norm in clipping, as in torch
 HALF = (torch.float16, torch.bfloat16)
-# The number in a tensor on the host: no operation of the dispatcher, and nobody waits.
+# Reads the number in a tensor on the host, without a dispatched operation and without a wait.
 number_of: Callable[[Tensor], Any] = Tensor.tolist
 
 
 def leaves(roots: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The tensors, by identity, to whose gradient a backward from these roots adds."""
+    """The leaves, by id, to whose gradients a backward from these roots adds."""
     found: dict[int, Tensor] = {}
     seen, waiting = set(), [root.grad_fn for root in roots]
     while waiting:
@@ -41,17 +41,17 @@ def local(tensor: Tensor) -> Tensor:
 
 def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scales gradients of norm `norm` to at most `max_norm`."""
-    holders: Any = [SimpleNamespace(grad=local(one)) for one in gradients]  # of DTensors the parts, in one kernel
+    holders: Any = [SimpleNamespace(grad=local(one)) for one in gradients]  # DTensors' local parts, in one kernel
     torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
 
 
 def widest(number: Tensor) -> Tensor:
-    """In float64, or in float32 on Apple's GPUs, which have no wider type."""
+    """Converts to float64, or to float32 on Apple's GPUs, which have no wider type."""
     return number.float() if number.device.type == "mps" else number.double()
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
-    """By the parameters' identity; names of a second model start with its position."""
+    """Parameter names by the parameters' ids; names in a second model start with its position."""
     return {
         id(parameter): name.removeprefix("module.") if i == 0 else f"{i}.{name}"
         for i, model in reversed(list(enumerate(models)))

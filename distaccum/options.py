@@ -12,7 +12,7 @@ from .cutting import Columns, Count, Names, count_samples
 from .engines import Sync
 from .law import REDUCTIONS, Reduction, Schedule, whole_number
 
-if TYPE_CHECKING:  # of a room
+if TYPE_CHECKING:  # from outside the core
     from .feeding.by_cost import ByCost
 
 BatchNorm = Literal["warn", "ignore"]
@@ -65,11 +65,11 @@ class Config:
             ("micro_batch_size", of_rows, ", 'auto' or ByCost(...)"),
         ):
             if value is not None and (not callable(value) or name.startswith("micro")):
-                object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
+                object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's become ints
 
     @cached_property
     def by_cost(self) -> ByCost | None:
-        """The size that cuts by the cost of rows; None if rows are counted."""
+        """The `ByCost` given as the size, which cuts by the cost of rows; None if rows are counted."""
         size: Any = self.micro_batch_size
         return size if hasattr(size, "cut") else None
 
@@ -81,14 +81,14 @@ class Config:
         return most
 
     def columns(self, call: str, length: int | None, whole: Names) -> Columns:
-        """The description of a batch that `call` cuts; raises where no size says into what."""
+        """The description of a batch that `call` cuts; raises if no size was given to cut it to."""
         if self.steps is None and self.micro_batch_size is None:
             raise ValueError(f"{call}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
         return Columns(length, whole)
 
     def refuse_to_group(self) -> None:
-        """Raises where no number says how many micro-batches of a loader are a window."""
-        has_size = self.batch_size is not None or self.by_cost is not None  # which cuts each batch of the loader
+        """Raises if no number says how many micro-batches of a loader make a window."""
+        has_size = self.batch_size is not None or self.by_cost is not None  # by cost, each batch of the loader is cut
         if self.steps is None and (self.most == "auto" or not has_size):
             raise ValueError(
                 "windows() groups micro-batches and no number was given; pass steps=, or batch_size= and "
@@ -96,7 +96,7 @@ class Config:
             )
 
     def steps_at(self, index: int) -> int | None:
-        """Micro-batches per rank of an update, where `steps` was given."""
+        """Micro-batches per rank in the update of this index; None if `steps` was not given."""
         steps = self.steps
         if not callable(steps):
             return steps
@@ -116,12 +116,12 @@ def cure_of_steps(steps: Any) -> str:
 
 
 def as_list(name: str, value: Any, needs: str) -> list[Any]:
-    """One or several things that have `needs`, as a list; None is none of them."""
+    """One object or several, as a list; each must have the attribute `needs`. None gives an empty list."""
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for one in values:
         if type(one).__module__.startswith("torch.distributed.pipelining"):
             if name == "model" and hasattr(one, "step"):
-                continue  # a schedule, which has the stages
+                continue  # a schedule, which holds the stages
             raise TypeError(f"{name} is a pipeline's {type(one).__name__}, expected its schedule, as the model")
         if not hasattr(one, needs) or isinstance(one, type):
             swapped = "; the model comes first, then the optimizer" if name == "model" and hasattr(one, "step") else ""
@@ -138,7 +138,7 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
 def by_name(
     reduction: Reduction | Mapping[str, Reduction], count: Count | Mapping[str, Count]
 ) -> tuple[dict[str, Reduction], dict[str, Count]]:
-    """Reduction and count of each named loss; one name where no dict gives several."""
+    """Reduction and count of each named loss; a single name unless a dict gives several."""
     given = [one for one in (reduction, count) if isinstance(one, Mapping)]
     names = list(given[0]) if given else [getattr(count, "unit", "samples" if count is count_samples else "count")]
     if not names or (len(given) == 2 and given[0].keys() != given[1].keys()):

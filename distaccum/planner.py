@@ -1,4 +1,4 @@
-"""Planner: from what each rank has to a window of all of them, one after the other."""
+"""Planner: makes the windows of an Accumulator, one after the other, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Planner:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._window: weakref.ref[Window] | None = None  # the last one
-        self.feed: Ahead | None = None  # of the loop over windows(), or of one that was left
-        self._left: list[tuple[Callable[[], Any], Reader]] = []  # iterators that were left, and what was drawn of them
-        self.position: Position | None = None  # of the next loader, of a state that was loaded
+        self.feed: Ahead | None = None  # of the current loop over windows(), or of the last one that was left
+        self._left: list[tuple[Callable[[], Any], Reader]] = []  # iterators that were left, with what was drawn of them
+        self.position: Position | None = None  # from a loaded state, for the next loader
         _guard_steps(self)
 
     @property
     def window(self) -> Window | None:
-        """The window that was planned last, while anybody has it."""
+        """The window that was planned last; None if nobody holds it any more."""
         return None if self._window is None else self._window()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Planner:
         _guard_steps(self)
 
     def plan(self, make: Make, manner: Manner = LOOP) -> Window:
-        """The window of the micro-batches that `make` gives for an update."""
+        """Plans the window of the micro-batches that `make` returns for the next update."""
         self._begin()
         found = draw(self.job, make, self.job.index, manner)
         return self._window_of(found, self.job.engine.peers.plan(found.report.to_row()), manner)
@@ -61,7 +61,7 @@ class Planner:
             one.begin()
 
     def _window_of(self, found: Draw, rows: Rows, manner: Manner, pace: Pace | None = None) -> Window:
-        """The window that follows from the rows of all ranks, if none has failed."""
+        """Makes the window from the rows of all ranks; raises on all of them if one failed."""
         job, engine, reports = self.job, self.job.engine, [RankReport.from_row(row) for row in rows]
         if any(one.failed for one in reports):
             failed = engine.peers.gather_objects(found.error and in_short(found.error), everyone=True)
@@ -92,11 +92,11 @@ class Planner:
         window.discard()
 
     def forget(self, *, warns: bool = True) -> None:
-        """Clears what a window left that was dropped while it held gradients."""
+        """Clears what a window left behind if it was dropped while it held gradients."""
         job = self.job
         if not job.holds_gradients or self.window is not None:
             return
-        job.engine.clear(job.parameters())  # Ctrl-C may have come while the window was discarded
+        job.engine.clear(job.parameters())  # Ctrl-C may have broken off its discard()
         job.holds_gradients = False
         if job.lacks_step and warns:
             job.once(
@@ -138,20 +138,20 @@ class Planner:
                     job.lacks_step = job.lacks_step and self.window is not window
                     raise
                 if window.plan.no_more_after:
-                    if self.window is window:  # else the caller has planned another
-                        self.make_way()  # or a step() forgotten on the last window would pass in silence
+                    if self.window is window:  # unless the caller has planned another
+                        self.make_way()  # otherwise a step() forgotten on the last window would go unnoticed
                     return
         finally:
             if feed.leave():
                 left = held(loader)
-                if not isinstance(left, weakref.ref):  # of those that are held here, the last alone
+                if not isinstance(left, weakref.ref):  # of strong references, only the last is kept
                     self._left = [one for one in self._left if isinstance(one[0], weakref.ref)]
                 self._left.append((left, reader))
-            if self.feed is feed and not (was_left and reader.tells_state):  # else a state that comes now says where
+            if self.feed is feed and not (was_left and reader.tells_state):  # unless a state taken now needs it
                 self.feed = None
 
     def _reader_of(self, loader: Any) -> Reader:
-        """The one that an iterator was left with, or a new one, from the position of a loaded state."""
+        """The reader of an iterator that was left before, or a new one, at the position of a loaded state if any."""
         readers = [reader for of, reader in self._left if of() is loader]
         self._left = [one for one in self._left if one[0]() is not None and one[0]() is not loader]
         for reader in readers:
@@ -167,7 +167,7 @@ class Planner:
 
 
 def _guard_steps(planner: Planner) -> None:
-    """Refuses the caller's step() while a window holds gradients, before it changes a weight; goes with the planner."""
+    """Makes the caller's own step() raise while a window holds gradients; lasts as long as the planner."""
     this = weakref.ref(planner)
 
     def refuse(*_: object) -> None:
@@ -187,11 +187,11 @@ def _guard_steps(planner: Planner) -> None:
 
 @final
 class Windows(Iterator[Window[Batch]], Generic[Batch]):
-    """The windows of a loader, until no rank has any micro-batch left; of a loader with a length, it has one too."""
+    """Iterates over the windows of a loader, until no rank has a micro-batch left; has a length if the loader has."""
 
     def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
         self._loader, self._job = loader, planner.job
-        self._windows = planner.windows(loader, ahead=ahead)  # which does not hold this one
+        self._windows = planner.windows(loader, ahead=ahead)  # a generator without a reference to this object
 
     def __next__(self) -> Window[Batch]:
         return next(self._windows)

@@ -17,12 +17,12 @@ from torch import Tensor
 from .law import DistaccumError
 
 SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8"}
-FIRST = 10**9  # number of a group of ours, far from the caller's
-_made: Counter[tuple[int, ...]] = Counter()  # groups of ours by their ranks
+FIRST = 10**9  # number of our first group, far from the caller's
+_made: Counter[tuple[int, ...]] = Counter()  # our groups, by their ranks
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time after which its collectives fail, which has no public getter; None, torch's default, where unknown."""
+    """The group's timeout, which has no public getter; None, for torch's default, if unknown."""
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
         if isinstance(found := getattr(options, "_timeout", None), timedelta):
@@ -31,10 +31,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group that its ranks make without asking others, and that torch does not number.
+    """A group that its ranks make without the others, and that does not advance torch's numbering.
 
-    torch names groups by a number that all ranks of the job must have in common (from torch 2.15 also these), and only
-    some may have an Accumulator: without `group_count` the next group of the caller's could wait for ever.
+    torch names groups by a counter that all ranks of the job must agree on (from torch 2.15 even for such groups), and
+    only some may have an Accumulator: if `group_count` moved, the caller's next group could wait for ever.
     """
     world: Any = dist.distributed_c10d._world
     before = world.group_count
@@ -49,7 +49,7 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
 
 
 def has_step_hooks(optimizer: object) -> bool:
-    """Tells whether `register_step_pre_hook` works: Optimizer.__init__, which a wrapper may skip, makes its dict."""
+    """Tells whether `register_step_pre_hook` works: Optimizer.__init__ makes its dict, and a wrapper may skip that."""
     return not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
@@ -66,7 +66,7 @@ def require(library: str, owner: object, *names: str) -> None:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, attributes of `owner` have these values; then each has its own again, or is its class's."""
+    """Sets attributes of `owner` for the block; afterwards each has its own value again, or its class's."""
     own = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():
@@ -84,8 +84,8 @@ require("torch", torch, "_foreach_norm", "_foreach_zero_")
 norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm  # of tensors of one device and dtype, in one kernel
 zero_all: Callable[[list[Tensor]], Any] = torch._foreach_zero_  # in one kernel, as `Optimizer.zero_grad` does
 
-# `torch.autograd.backward`, of tuples, without its checks of shapes, which take an eighth of a tiny micro-step: roots
-# are scalars here, or outputs with their own gradients. Without the name the public call does the same.
+# `torch.autograd.backward` on tuples, without its checks of shapes, which take an eighth of a tiny micro-step: roots
+# are scalars here, or outputs with their own gradients. If the name is missing, the public call does the same.
 _run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 run_backward: Callable[..., Any] = torch.autograd.backward
 if _run_autograd is not None:
@@ -99,10 +99,10 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tens
 
 
 def own_version_of(tensor: Any) -> int | None:
-    """The number of writes to this tensor; None for a view, which shares it with all other views, or in inference."""
+    """The number of writes to this tensor; None for a view, which shares it with other views, or in inference mode."""
     return None if tensor._base is not None or tensor.is_inference() else version_of(tensor)
 
 
 def is_view(gradient: Any) -> bool:
-    """Tells whether a gradient lies in the memory of another tensor, as in a bucket of DDP."""
+    """Tells whether a gradient is a view of another tensor, such as a bucket of DDP."""
     return gradient._base is not None

@@ -1,7 +1,7 @@
-"""GradScaler: unscaling once, an overflow that all ranks agree on, and marks that a window leaves on it.
+"""GradScaler: unscaling once, agreeing on overflow over the ranks, and clearing the marks that a window leaves.
 
-Private names, as in torch 2.9 to 2.15: which optimizers a scaler has unscaled, their flags of overflow, and its scale.
-The public way reads the device, or all gradients again. Without the names: AttributeError, before any step.
+Uses private names of torch 2.9 to 2.15: which optimizers a scaler has unscaled, their overflow flags, and its scale.
+The public way reads the device, or all gradients again. If a name is missing: AttributeError, before any step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .private import version_of
 
 
 def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], stamp: object) -> list[Tensor]:
-    """Divides gradients by the scale, once, if it is still that of `stamp`; returns this rank's flags of overflow."""
+    """Divides gradients by the scale, once, if `stamp` still identifies it; returns this rank's overflow flags."""
     if stamp is not None and stamp != stamp_of_scale(scaler):
         raise DistaccumError(
             "the GradScaler's scale was updated while this window was open (by another Accumulator's step(), or "
@@ -29,28 +29,28 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], stamp: object) 
         )
     found: list[Tensor] = []
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-    # It sums its flags over ranks: a rank whose shards have no gradient takes part too.
+    # It sums its flags over ranks, so a rank whose shards have no gradient must take part too.
     waits = sharded is not None and isinstance(scaler, sharded.ShardedGradScaler)
     for optimizer in optimizers:
         if not waits and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            continue  # else the scaler takes it for unscaled until an update() that has gradients to look at
+            continue  # otherwise the scaler deems it unscaled until an update() that finds gradients
         try:
             scaler.unscale_(optimizer)
         except RuntimeError as error:
-            if "already been called" not in str(error):  # the caller did, to look at the gradients
+            if "already been called" not in str(error):  # the caller may have, to look at them
                 raise
         found += scaler._found_inf_per_device(optimizer).values()
     return found
 
 
 def note_overflow(scaler: GradScaler, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:
-    """Gives the scaler the flag of all ranks, which its `update()` reads, also where this rank has no gradient."""
+    """Gives the scaler the flag of all ranks, for its `update()` to read, even if this rank has no gradient."""
     for one in optimizers:
         scaler._per_optimizer_states[id(one)]["found_inf_per_device"] = {overflow.device: overflow.float()}
 
 
 def forget(scaler: GradScaler | None, optimizers: Sequence[Optimizer]) -> None:
-    """Lets these optimizers' gradients (all, if none are given) be unscaled again, and leaves the scale alone."""
+    """Lets the gradients of these optimizers (all, if none are given) be unscaled again; leaves the scale alone."""
     if scaler is not None:
         for one in [id(one) for one in optimizers] or list(scaler._per_optimizer_states):
             scaler._per_optimizer_states.pop(one, None)
@@ -64,7 +64,7 @@ def has_unscaled(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
 
 
 def stamp_of_scale(scaler: GradScaler, device: torch.device | None = None) -> object:
-    """A value that changes whenever the scale is set; makes the scale on `device` if there is none, and reads none."""
+    """A value that changes whenever the scale is set. Makes a scale on `device` if there is none; never reads it."""
     if scaler._scale is None:
         scaler.scale(torch.zeros((), device=device))
     scale: Any = scaler._scale
@@ -72,6 +72,6 @@ def stamp_of_scale(scaler: GradScaler, device: torch.device | None = None) -> ob
 
 
 def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
-    """Tells whether `loss` came from `scaler.scale()`: the multiplication has saved the scale."""
+    """Tells whether `loss` came from `scaler.scale()`: the multiplication saves the scale for its backward."""
     factor, scale = getattr(loss.grad_fn, "_saved_other", None), scaler._scale
     return isinstance(factor, Tensor) and scale is not None and factor.data_ptr() == scale.data_ptr()

@@ -15,16 +15,16 @@ from .losses import Record
 
 @dataclass(frozen=True, repr=False)
 class Update:
-    """The record of a window, as `window.step()` returns it. Numbers on the device are read on first access.
+    """The record of a window, returned by `window.step()`. Numbers on the device are read on first access.
 
     Attributes:
         index (int): The update's index, from 0; a skipped update counts too.
         counts (Mapping[str, float]): The denominators over all ranks, by name.
-        micro_batches (int): Micro-batches of this rank, without stand-ins and without those that nothing counts in.
-        stepped (bool): Whether the weights were stepped; True where the caller steps.
-        reason (str | None): Why they were not; None if they were.
+        micro_batches (int): This rank's micro-batches, without stand-ins and without those in which nothing counts.
+        stepped (bool): Whether the weights were stepped; True if the caller steps.
+        reason (str | None): Why the weights were not stepped; None if they were.
         seconds (float): From the window's plan to the end of its step, on this rank's host.
-        notes (dict[str, Any]): What extensions wrote there when the window ended, by names of their own.
+        notes (dict[str, Any]): Whatever extensions wrote here when the window ended, under names of their own.
     """
 
     index: int
@@ -34,7 +34,7 @@ class Update:
     reason: str | None
     seconds: float
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
-    _record: Record | None = field(default=None, compare=False)  # None where nothing counted
+    _record: Record | None = field(default=None, compare=False)  # None if nothing counted
 
     @cached_property
     def losses(self) -> dict[str, float]:
@@ -45,7 +45,7 @@ class Update:
 
     @cached_property
     def loss(self) -> float:
-        """The number whose gradient was taken, the sum of `losses`, over all ranks and the same on each."""
+        """The number whose gradient was taken: the sum of `losses`, over all ranks, the same on each."""
         return sum(self.losses.values())
 
     @cached_property
@@ -63,15 +63,15 @@ class Update:
         return None if record is None else record.read()
 
     def norm(self) -> Tensor | float | None:
-        """The gradient's norm where the step took it, to clip or to see whether it is finite; reads nothing."""
+        """The gradient's norm, if the step took it (to clip, or to see whether it is finite); reads nothing."""
         record = self._record
         return record and (record.read if math.isfinite(record.read) else record.norm)
 
     def summed(self, key: str) -> Tensor | None:
-        """The sum over the ranks of an extension's `numbers`, which it waits for; None if there were none.
+        """Waits for the sum of an extension's `numbers` over the ranks, and returns it; None if there were none.
 
         Args:
-            key: The extension's.
+            key: The extension's `key`.
         """
         if self._record is None:
             return None
@@ -79,13 +79,13 @@ class Update:
         return self._record.sums.get(key)
 
     def as_dict(self) -> dict[str, Any]:
-        """All public fields as plain numbers, texts and dicts, as for a line of a log. Reads what is on the device."""
+        """All public fields as plain numbers, strings and dicts, as for a log line. Reads what is on the device."""
         public = ("index", "loss", "losses", "grad_norm", "counts", "micro_batches")
         more = ("stepped", "reason", "seconds", "noise_scale")
         return {name: getattr(self, name) for name in public + more}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read numbers travel; a running reduction does not."""
+        """Reads the numbers first, because a reduction in flight cannot be pickled."""
         read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale")}
         return {**self.__dict__, **read, "_record": None}
 

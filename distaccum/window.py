@@ -42,41 +42,41 @@ class Window(Generic[Batch]):
         optimizer.step()
         optimizer.zero_grad()
 
-    without a multiplication in the graph: the factor is backward's seed.
+    but without a multiplication in the graph: the factor is the seed of backward.
 
     Attributes:
         index (int): The update's index, from 0; a skipped update counts too.
         counts (dict[str, float]): The denominators over all ranks, by name.
-        num_micro_steps (int): What the loop yields on this rank, with stand-ins; 0 where nothing counts.
-        stand_in (bool): True while the micro-batch at work only keeps this rank in step with the others; it was there
-            before, its share is 0, and it is counted nowhere. A plain module and DDP never need one.
+        num_micro_steps (int): How many micro-batches the loop yields on this rank, with stand-ins; 0 if nothing counts.
+        stand_in (bool): True while the current micro-batch only keeps this rank in step with the others: an earlier
+            one, run again with a share of 0 and counted nowhere. A plain module and DDP never need one.
     """
 
     def __init__(self, job: Job, plan: Plan, found: Draw, manner: Manner, pace: Pace | None) -> None:
         self.index, self.counts = job.index, dict(plan.counts)
-        # For the library's own:
+        # For use inside the library:
         self.plan, self.micros, self.substitute = plan, found.micros, found.substitute or job.substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()
         reductions = SUM if manner.is_sum else job.config.reductions
         self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
-        self.numbers: dict[str, Tensor] = {}  # of extensions, by their key
+        self.numbers: dict[str, Tensor] = {}  # from extensions, by key
         turns, self._num_early = job.engine.num_micro_steps(plan)
-        self.num_micro_steps = 0 if plan.is_empty else turns  # stand-ins too
+        self.num_micro_steps = 0 if plan.is_empty else turns  # including stand-ins
         self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
-        self.micro_step = -1  # of the micro-batch at work
-        self.at_work: Micro | None = None  # in the loop; None while this rank stands in
-        self.counts_here = Counts()  # of the micro-batch that the loop has
-        self.has_more_parts = False  # of parts() or heads()
+        self.micro_step = -1  # the index of the current micro-batch
+        self.at_work: Micro | None = None  # the current micro-batch; None while this rank stands in
+        self.counts_here = Counts()  # of the current micro-batch
+        self.has_more_parts = False  # parts() or heads() has items left
         self.may_be_dropped = False  # another window may discard this one without an error
         self._job, self._engine, self._num_own = job, job.engine, len(found.micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
-        self._pace = pace  # draws a part of the next window
-        self._is_heard = False  # extensions heard of its begin, and not of its end
-        self._is_first = True  # no backward ended yet
+        self._pace = pace  # draws part of the next window
+        self._is_heard = False  # extensions were told of its beginning, but not of its end
+        self._is_first = True  # no backward has ended yet
         self._has_stepped = False  # the weights have moved
         self._tamper = Tamper(job)
-        self._stamp: object = None  # of the scale that all seeds have
-        self._final: list[Sequence[nn.Parameter]] = []  # optimizers' groups that have a gradient after the loop
+        self._stamp: object = None  # identifies the scaler's scale, which all seeds have
+        self._final: list[Sequence[nn.Parameter]] = []  # by optimizer, where any had a gradient after the loop
         self._started = time.perf_counter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,20 +88,20 @@ class Window(Generic[Batch]):
         return f"<Window of update {self.index}: {own}, {self.counts}, {self.describe()}>"
 
     def __len__(self) -> int:
-        """This rank's micro-batches; stand-ins are not among them."""
+        """The number of this rank's micro-batches, without stand-ins."""
         return self._num_own
 
     def __bool__(self) -> bool:
-        """True, also where this rank has nothing to do: it still steps with the others."""
+        """True, even if this rank has no micro-batch: it still steps with the others."""
         return True
 
     @property
     def num_done(self) -> int:
-        """The micro-batches of this rank that went backward, stand-ins included."""
+        """The number of micro-batches on this rank whose backward is done, stand-ins included."""
         return self.micro_step + (self.turn == DONE and not self.has_more_parts)
 
     def where(self) -> str:
-        """The place of the loop, in words."""
+        """The position of the loop, in words."""
         here = "in a stand-in" if self.stand_in else f"in micro-batch {self.micro_step} of {self._num_own}"
         return here if self.micro_step >= 0 else "outside the loop"
 
@@ -114,10 +114,10 @@ class Window(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Yields this rank's micro-batches in order, once; only the last one's backward reduces (`sync="last"`).
 
-        Left early, by `break` or an exception, the window is discarded on this rank; other ranks are not told, and
-        wait for it where they reduce. A micro-batch without `backward` is an error.
+        Leaving the loop early, by `break` or an exception, discards the window on this rank. Other ranks are not told:
+        they wait for this one when they reduce. A micro-batch without `backward` is an error.
         """
-        if self.stage is not Stage.RUNNING or self.micro_step >= 0:  # else begin() was called
+        if self.stage is not Stage.RUNNING or self.micro_step >= 0:  # unless the caller called begin()
             self.begin()
         try:
             for micro_step in range(self.num_micro_steps):
@@ -125,7 +125,7 @@ class Window(Generic[Batch]):
                 if self._pace is not None:
                     self._pace(micro_step, self.num_micro_steps)
                 if self.stand_in:
-                    assert self.substitute is not None  # the engine's check has seen to it
+                    assert self.substitute is not None  # ensured by engine.check()
                     self.at_work, self.counts_here = None, self.substitute.counts
                     self._engine.stand_in()
                     with guard.untouched_statistics([module for _, module in self._job.batchnorms]):
@@ -147,18 +147,18 @@ class Window(Generic[Batch]):
                 self.discard()
 
     def _take(self, micro: Micro) -> Any:
-        """Hands the batch over: it is the caller's to free."""
+        """Hands the batch over without keeping a reference, so that the caller can free it."""
         batch, micro.batch = micro.batch, None
         return batch
 
     def begin(self) -> None:
-        """Starts the engine, which may communicate. Iterating does; call it if you communicate before the loop."""
+        """Starts the engine, which may communicate. The loop does it; call it if you communicate before the loop."""
         if self.stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self.describe()}; a window is iterated once")
         job, engine = self._job, self._engine
         self.stage, job.holds_gradients, job.lacks_step = Stage.RUNNING, True, False
         try:
-            if torch.is_inference_mode_enabled():  # what is made in it could not be written to outside
+            if torch.is_inference_mode_enabled():  # tensors made there are read-only outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
             if not self.plan.is_empty:
                 if job.random is not None:
@@ -167,7 +167,7 @@ class Window(Generic[Batch]):
                     guard.clear_stale(engine, self.parameters, job.once)
                 engine.begin(self.plan, self.parameters)
                 if job.scaler is not None:
-                    forget(job.scaler, job.optimizers)  # a window that was dropped may have left marks
+                    forget(job.scaler, job.optimizers)  # a dropped window may have left marks
                     self._stamp = stamp_of_scale(job.scaler, self.parameters[0].device)
             self._is_heard = True
             for hear in self._hooks["begin"]:
@@ -180,15 +180,15 @@ class Window(Generic[Batch]):
         """Runs backward for this micro-batch, weighted so that the window adds up to the big batch.
 
         Args:
-            loss: What the criterion gave: a scalar with a graph, not divided and not scaled.
-            **named: With several denominators a loss for each, `window.backward(tokens=a, samples=b)`, or None. One
+            loss: The criterion's result: a scalar with a graph, neither divided nor scaled.
+            **named: With several denominators, a loss or None for each: `window.backward(tokens=a, samples=b)`. A loss
                 whose denominator is 0 in this micro-batch is left out.
 
         Raises:
-            TypeError, ValueError: No real scalar tensor with a graph, or an unknown name.
+            TypeError, ValueError: The loss is not a real scalar tensor with a graph, or its name is unknown.
             DistaccumError: A second backward in one micro-batch, one outside the loop, or gradients that were changed.
         """
-        # Every micro-step comes through here, and shall cost less than the division that the seed saves.
+        # Every micro-step passes through here, so it must cost less than the division that the seed saves.
         may_reduce = self._start_backward()
         losses, seeds = self.losses.weigh(self.counts_here, self.at_work, loss, named)
         if losses:
@@ -197,7 +197,7 @@ class Window(Generic[Batch]):
             self._run(may_reduce, partial(self._engine.show_parameters, in_loop=True))
 
     def _start_backward(self) -> bool:
-        """Raises where no backward may come now; returns whether the one that comes may reduce."""
+        """Raises if a backward is not allowed now; returns whether it may reduce."""
         if self.turn != WAITING:
             guard.refuse_backward(self)
         if self._is_first and self._engine.stale(self.parameters):
@@ -208,7 +208,7 @@ class Window(Generic[Batch]):
         return not self.has_more_parts and (is_last or self.micro_step < self._num_early)
 
     def _run(self, may_reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
-        """Calls what runs backward."""
+        """Runs a backward by calling `call`, and tells the extensions before and after."""
         if self._hooks["before_backward"]:
             sends = self._engine.will_reduce(may_reduce)
             for hear in self._hooks["before_backward"]:
@@ -227,7 +227,7 @@ class Window(Generic[Batch]):
         return outputs
 
     def _finish(self) -> None:
-        """Gradients become final."""
+        """Makes the gradients final."""
         engine, job = self._engine, self._job
         for hear in self._hooks["finishing"]:
             hear(self)
@@ -237,20 +237,20 @@ class Window(Generic[Batch]):
             raise_if_lost(error)
             raise
         self._final = [group for group in job.groups if any(one.grad is not None for one in group)]
-        looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
+        looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # the caller steps next
         if looks and not look_at(engine, self.parameters)[0]:
             guard.judge(self, engine, "gradient", "raise")
         for give in self._hooks["numbers"]:
             if (found := give(self)) is not None:
-                self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # of a bound method
+                self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # it is a bound method
 
     # Several backwards in one micro-batch
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields `items`, each for a backward of its own: one graph lives at a time, and only the last may reduce.
+        """Yields `items`, each for a backward of its own: one graph is alive at a time, and only the last may reduce.
 
         Args:
-            items: Names of tasks or slices, since they are drawn one ahead. Compute the losses in the loop.
+            items: Names of tasks or slices, which are drawn one ahead; so compute the losses in the loop.
 
         Raises:
             ValueError: `items` is empty.
@@ -259,13 +259,13 @@ class Window(Generic[Batch]):
         yield from import_module("distaccum.runs.parts").each_part(self, items)
 
     def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
-        """Yields each item with `outputs`, cut off from their trunk, which goes backward once after the last head::
+        """Yields each item with `outputs`, detached from their trunk, whose backward runs once, after the last head::
 
             for head, features in window.heads(trunk(inputs), heads):
                 window.backward(criterion(head(features), labels))
 
         Args:
-            outputs: The trunk's, with its graph: a tensor, or tuples, lists and dicts of them.
+            outputs: The trunk's, with their graph: a tensor, or tuples, lists and dicts of tensors.
             items: The heads, or their names; at least one. One head's graph is alive at a time.
 
         Raises:
@@ -276,17 +276,17 @@ class Window(Generic[Batch]):
         yield from each_head(self, self._job, self._start_backward, self._run, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
-        """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.
+        """Runs forward and backward of this micro-batch through a pipeline's schedule; call it alike on every stage.
 
         Args:
-            *inputs: Of the first stage; other stages leave them.
-            **options: `target` for the last stage's loss function, and keywords of the stages' forward.
+            *inputs: The first stage's inputs; the other stages ignore them.
+            **options: `target` for the last stage's loss function, and keyword arguments of the stages' forward.
 
         Returns:
-            What the schedule's `step()` does: the outputs on the last stage, else None.
+            The result of the schedule's `step()`: the outputs on the last stage, None on the others.
 
         Raises:
-            DistaccumError: The model is no pipeline's schedule, or as in `backward()`.
+            DistaccumError: The model is not a pipeline's schedule, or as in `backward()`.
         """
         pipeline = self._engine.pipeline
         if pipeline is None:
@@ -296,9 +296,9 @@ class Window(Generic[Batch]):
     # The update
 
     def step(self) -> Update:
-        """The record of the update: clips, steps, updates the scaler, steps the schedule, clears the gradients.
+        """Clips, steps, updates the scaler, steps the schedule, clears the gradients, and returns the record.
 
-        With `optimizer=None` you step before it, and it records and clears. Call it once, after the loop.
+        Call it once, after the loop. With `optimizer=None` step yourself first: it then only records and clears.
 
         Raises:
             DistaccumError: In mid-window, after a discard, for a gradient with NaN, or after 50 skips in a row.
@@ -325,13 +325,13 @@ class Window(Generic[Batch]):
                 job.step_schedules(due)
         except BaseException:
             if not self._has_stepped:
-                self.discard()  # it may be half unscaled or clipped
+                self.discard()  # the gradient may be half unscaled or half clipped
                 raise
-            # Ctrl-C, or a rank that was lost: what counts the weights' steps goes with them.
+            # Ctrl-C or a lost rank after the weights moved: the index, scaler and schedules must move along.
             job.index = self.index + 1
             self._close(Stage.STEPPED)
             if job.scaler is not None:
-                job.scaler.update(job.scaler.get_scale())  # it keeps to which optimizers it was shown
+                job.scaler.update(job.scaler.get_scale())  # the same; forgets what was unscaled
             job.step_schedules(due)
             raise
         seconds = time.perf_counter() - self._started
@@ -376,7 +376,7 @@ class Window(Generic[Batch]):
             self.stage = Stage.STEPPING
             reason = engine.step(job.optimizers)
             self._has_stepped = reason is None
-            if "norm" in engine.owns:  # it judged the gradient as it stepped
+            if "norm" in engine.owns:  # the engine judged the gradient as it stepped
                 norm = None if config.max_norm is None else engine.norm(stepped)
                 if reason is not None:
                     guard.judge_loss(self, engine, record, config.on_nonfinite)
@@ -390,13 +390,13 @@ class Window(Generic[Batch]):
     # The end
 
     def discard(self) -> None:
-        """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""
+        """Gives the window up: clears its gradients and restores the wrappers. Weights do not change."""
         if self.stage in OVER:
             return
         if self.stage is not Stage.PLANNED:
             self._engine.clear(self.parameters)
             forget(self._job.scaler, self._job.optimizers)
-        self._close(Stage.LEFT)  # late, so that what Ctrl-C breaks off is done again
+        self._close(Stage.LEFT)  # last, so that a discard broken off by Ctrl-C is done again
         self._end(None)
 
     def _close(self, stage: Stage) -> None:
@@ -409,7 +409,7 @@ class Window(Generic[Batch]):
         self._job.holds_gradients = False
 
     def _end(self, update: Update | None) -> None:
-        """Tells all extensions, whatever one raises; twice is no harm."""
+        """Tells every extension, even if one raises; calling it twice does no harm."""
         is_heard, self._is_heard = self._is_heard, False
         errors: list[Exception] = []
         for hear in self._hooks["end"] if is_heard else ():
