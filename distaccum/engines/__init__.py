@@ -17,14 +17,14 @@ from .fsdp2 import FullyShardEngine
 __all__ = ["Engine", "Sync", "choose_engine", "known_engines", "register"]
 
 _REGISTERED: list[type[Engine]] = []
-# Doors to the engines outside of the core, by the name of the wrapper's class: opened when a model holds one.
+# Doors to the engines outside the core, by the name of the wrapper's class: opened when a model holds one.
 DOORS = {
     "FullyShardedDataParallel": "distaccum.wrappers.fsdp1:FSDPEngine",
     "DeepSpeedEngine": "distaccum.wrappers.deepspeed:DeepSpeedEngine",
 }
-# Unsupported wrappers that would be taken for a plain module, by the name of a class and of its package.
+# Unsupported wrappers that would otherwise be taken for plain modules, by class and package.
 UNKNOWN = {
-    *((name, "torch") for name in ("DDP", "DataParallel")),  # replicate() is the first
+    *((name, "torch") for name in ("DDP", "DataParallel")),  # replicate() makes the first
     *((name, "fairscale") for name in ("FullyShardedDataParallel", "ShardedDataParallel")),
     *(("DistributedDataParallel", package) for package in ("megatron", "apex")),
     ("PipelineEngine", "deepspeed"),
@@ -34,14 +34,14 @@ Kind = TypeVar("Kind", bound=type[Engine])
 
 
 def register(engine: Kind) -> Kind:
-    """Makes Accumulators find an engine of your own by its `wraps`, before the library's; a decorator of the class."""
+    """Class decorator: makes Accumulators try the `wraps` of your engine, before those of the library's own."""
     if engine not in _REGISTERED:
         _REGISTERED.append(engine)
     return engine
 
 
 def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine:
-    """The engine of the wrapper that `models` hold (modules, or a schedule); `mesh`: dimensions that carry data."""
+    """The engine for the wrapper that `models` hold (modules, or a schedule); `mesh`: dimensions that carry data."""
     if all(isinstance(one, nn.Module) for one in models):
         engine = _engine_of(models, sync)
     else:
@@ -54,7 +54,7 @@ def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine
 
 
 def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> Engine:
-    """`num_stages`: ranks that are known to compute on the same samples."""
+    """The engine for these modules; `num_stages`: how many ranks are known to compute on the same samples."""
     modules = [module for model in models for module in model.modules()]
     kinds = {kind for module in modules for kind in type(module).__mro__}
     names = {kind.__name__ for kind in kinds}

@@ -1,4 +1,4 @@
-"""Gradients averaged by the library, where no wrapper does it."""
+"""Averages gradients over the ranks, where no wrapper does it."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def average(
 ) -> None:
     """Sums gradients over the ranks and divides by the divisor; call it on all ranks, with the same parameters.
 
-    Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
-    Those that no rank has stay None, and zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the group
-    that has this rank's part of a parameter too, by default all ranks; over the rest (None: all) backward has summed.
+    Costs one reduction per bucket, and one small collective on the host to tell which kinds of gradients ranks have.
+    Gradients that no rank has stay None, and zeros in their place (`is_zeroed`) become it. `copies_of` gives the group
+    that replicates this rank's part of a parameter (default: all ranks; None: no other); backward summed over the rest.
     """
     if not parameters:
         return
     everyone: Any = engine.peers.group
     groups = [everyone if copies_of is None else copies_of(one) for one in parameters]
-    if len(parameters) > engine.num_compared:  # values are looked at once
-        # Parts that equal each other (biases of zeros) cannot be told from copies.
+    if len(parameters) > engine.num_compared:  # values are compared once
+        # Parts that happen to be equal (biases of zeros) cannot be told from copies.
         several = zip(parameters, groups, strict=True)
         _refuse_other_values(engine, [p for p, of in several if of is everyone and id(p) not in engine.alike])
         engine.num_compared = len(parameters)
     used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
     kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)
-    buckets: list[tuple[Any, list[Tensor]]] = []  # with their groups: no copy of the whole gradient
-    room: dict[tuple[Any, ...], int] = {}  # bytes, in the last bucket of each kind
+    buckets: list[tuple[Any, list[Tensor]]] = []  # with their groups: the whole gradient is never copied
+    room: dict[tuple[Any, ...], int] = {}  # bytes left in the last bucket of each kind
     filling: dict[tuple[Any, ...], list[Tensor]] = {}
     one: Any
     for one, group, kind in zip(parameters, groups, kinds, strict=True):
         if kind == UNUSED:
             one.grad = None
         elif kind == SPARSE:
-            assert group is not None  # DTensors have none
+            assert group is not None  # no DTensor is sparse
             one.grad = ((_no_rows(one) if one.grad is None else one.grad) / engine.divisor).coalesce()
             dist.all_reduce(one.grad, group=group)
         else:
@@ -74,7 +74,7 @@ def average(
 
 
 def largest(values: Iterable[int], engine: Engine) -> list[int]:
-    """The largest of each of these small numbers on any rank; through the host."""
+    """The maximum over the ranks of each of these small numbers, through the host."""
     found = torch.tensor(list(values), dtype=torch.uint8, device="cpu")
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
     numbers: list[int] = found.tolist()
@@ -82,9 +82,9 @@ def largest(values: Iterable[int], engine: Engine) -> list[int]:
 
 
 def _refuse_other_values(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
-    """Raises if the values of one that is trained differ over ranks by more than rounding.
+    """Raises if the values of a trained parameter differ between ranks by more than rounding.
 
-    Sums of other parameters differ by about their norm; copies may be off by the order of a sum (of sparse rows).
+    Sums of unrelated values differ by about their norm; copies may be off by the order of a sum (of sparse rows).
     Costs one read of the device, and one small collective on the host.
     """
     if not parameters:
@@ -110,14 +110,14 @@ def _refuse_other_values(engine: Engine, parameters: Sequence[nn.Parameter]) -> 
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
-    """An embedding's gradient where nothing was looked up."""
+    """The sparse gradient of an embedding in which nothing was looked up."""
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty((0, *parameter.shape[1:]))
     return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device, check_invariants=False)
 
 
 def settle_placements(parameter: Any) -> None:
-    """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
+    """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial; zeros on another rank are not."""
     gradient = parameter.grad
     if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
         parameter.grad = gradient.redistribute(placements=parameter.placements)

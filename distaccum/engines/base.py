@@ -1,4 +1,4 @@
-"""Engine: what differs between the wrappers of a model, and nothing else; it knows no window."""
+"""Engine: what differs between the wrappers of a model, and nothing else; it knows nothing of windows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..ranks import Peers, norm_over
 Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "clip", "norm", "finite", "scale", "sums", "stages", "dtype", "parameters"]
 Roots = tuple[Sequence[Tensor], Sequence[Tensor]]  # of a backward, and their seeds
-Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; none: each rank has the whole
+Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; empty: each rank has the whole
 STANDING: Callable[[Any], Tensor | None] = attrgetter("grad")
 
 
 class Source(NamedTuple):
-    """A leaf that backwards reach, the parameter that gets its gradient, and the dtype in which that adds up."""
+    """A leaf that backwards reach, the parameter that gets its gradient, and the dtype in which it accumulates."""
 
     leaf: Any
     parameter: Any
@@ -36,8 +36,8 @@ class Source(NamedTuple):
 class Engine:
     """Postpones and runs the reduction of one kind of wrapper. Abstract: subclass it for a wrapper, and `register` it.
 
-    Every method has a default that suits a wrapper which leaves whole gradients in `.grad` and reduces nothing;
-    `hides_own` refuses until you say otherwise. Made as `engine(models, sync)`: pass `group` from your own `__init__`.
+    The defaults of all methods suit a wrapper that leaves whole gradients in `.grad` and reduces nothing; `hides_own`
+    refuses until you override it. Made as `engine(models, sync)`: pass `group` from your own `__init__`.
 
     Args:
         models: The modules as the Accumulator got them.
@@ -45,19 +45,19 @@ class Engine:
         group: The data-parallel ranks; None: this process alone.
 
     Attributes:
-        policies (tuple[Sync, ...]): The values of `sync` that it has.
+        policies (tuple[Sync, ...]): The values of `sync` that it supports.
         lockstep (bool): Forwards, or the last backward, wait for all ranks, so a rank without data must stand in.
-        owns (frozenset[str]): What the wrapper leaves to nobody else. Its step has the optimizer ("step"), clips
-            ("clip"), knows the norm, but only then ("norm"), skips a gradient that is not finite ("finite"), scales
+        owns (frozenset[str]): What the wrapper keeps to itself. Its step runs the optimizer ("step"), clips ("clip"),
+            knows the norm, which is unknown before ("norm"), skips a gradient that is not finite ("finite"), scales
             losses ("scale"). It adds gradients up where an extension cannot ("sums"), cannot be a stage of a pipeline
-            ("stages"), or has parameters that cannot be cast ("dtype"), or not used outside forward ("parameters").
-        divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
-        hides_norm (str | None): Why parameters look whole and are parts, so that no norm can be known.
+            ("stages"), or has parameters that cannot be cast ("dtype") or used outside forward ("parameters").
+        divisor (float): The number that the reduction divides by: that of ranks by default; set it to 1 if it sums.
+        hides_norm (str | None): Why parameters look whole but are parts, so that the norm cannot be known.
         norm_in (tuple | None): Device and dtype of norms, if those of ranks' parts differ, and more groups to sum over.
         alike (set[int]): The ids of parameters that the wrapper makes equal on all ranks.
-        standing (Callable): The gradient of one of `holders` since the window began. An extension that adds gradients
-            up itself replaces it; no backward may reduce then.
-        pipeline: The schedule that runs the models; None: their forward is the caller's.
+        standing (Callable): Returns the gradient of one of `holders` since the window began. An extension that adds
+            gradients up itself replaces it; then no backward may reduce.
+        pipeline: The schedule that runs the models; None: the caller runs their forward.
         run_backward (Callable): Runs autograd from tuples of losses and their seeds; Accelerate has its own.
         peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`, `group`.
     """
@@ -69,7 +69,7 @@ class Engine:
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
-        """True if `module`, of the models or inside one, is the wrapper that this engine is for; imports nothing."""
+        """True if `module`, a model or inside one, is the wrapper that this engine is for; must import nothing."""
         return False
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync, group: dist.ProcessGroup | Peers | None = None) -> None:
@@ -91,7 +91,7 @@ class Engine:
         return unique(p for model in self.models for p in model.parameters())
 
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
-        """Leaves in `given` what the library steps; raises for options that the wrapper cannot follow."""
+        """Removes from `given` what the wrapper steps itself; raises for options that the wrapper cannot follow."""
         looks = max_norm is not None or on_nonfinite != "ignore" or given.scaler is not None
         if self.hides_norm is not None and looks:
             raise ValueError(
@@ -121,56 +121,56 @@ class Engine:
             )
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
-        """Micro-steps of this rank, with stand-ins, and how many of the first reduce beside the last ("every")."""
+        """This rank's micro-steps, with stand-ins, and how many of the first reduce besides the last ("every")."""
         own, fewest, most = plan.num_counted[self.peers.rank], min(plan.num_counted), max(plan.num_counted)
         steps, common = (most, most) if self.lockstep else (own, fewest)
         return steps, common - 1 if self.sync == "every" else 0
 
     def will_reduce(self, reduce: bool) -> bool:
-        """Returns whether a backward with this `reduce` communicates (`update()` votes first); goes with `backward`."""
+        """Returns whether a `backward` with this `reduce` communicates (then `update()` votes first)."""
         return False
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        """Begins a window for the gradients of `parameters`: reductions are postponed."""
+        """Begins a window for the gradients of `parameters`: from here on, reductions are postponed."""
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        """One `run_backward` from scalar `losses`, weighted by `seeds`.
+        """Calls `run_backward` once, from scalar `losses`, weighted by `seeds`.
 
-        `reduce`: it is this rank's last backward, or an early one, and may reduce the sum of all so far; but not where
-        another rank has none (`plan.some_rank_is_dry`) or it is not known that all succeed (`plan.reduce_afterwards`).
-        Then, or always, reduce in `finish`.
+        `reduce`: it is this rank's last backward, or an early one, and may reduce the sum of all so far. It must not if
+        another rank has none (`plan.some_rank_is_dry`) or it is unknown whether all succeed (`plan.reduce_afterwards`):
+        then, or always, reduce in `finish`.
         """
         self.run_backward(tuple(losses), tuple(seeds))
 
     def with_earlier(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> Roots:
-        """Roots and seeds of a trunk's backward that reduces, with a root of gradient 0 of what only its heads used."""
+        """Roots and seeds of a trunk's reducing backward, with a root of gradient 0 for what only its heads used."""
         return losses, seeds
 
     def stand_in(self) -> None:
-        """The rest of this rank's micro-steps only keep step with other ranks: what they use does not count."""
+        """Called when the rest of this rank's micro-steps are stand-ins, which do not make parameters count as used."""
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
-        """Leaves of the graph on which backwards, and nothing else in a window, add up gradients of `parameters`."""
+        """The leaves on which backwards, and nothing else in a window, add up gradients of `parameters`."""
         return parameters
 
     def sources(self, parameters: Sequence[nn.Parameter]) -> Sequence[Source]:
-        """Pairs `parameters` with the leaves that backwards of the window that begins will reach; may communicate."""
+        """Pairs `parameters` with the leaves that the coming window's backwards will reach; may communicate."""
         return [Source(one, one, one.dtype) for one in parameters]
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        """Why a rank's own gradients of `parameters` cannot be seen, and the cure; None if `holders` have them."""
+        """The reason why a rank's own gradients of `parameters` are hidden, and a cure; None if `holders` show them."""
         return "whose engine does not say whether its holders have a rank's own gradient; give it hides_own()"
 
     def finish(self) -> None:
-        """After the last backward: reduces the rest, so that gradients are final, and restores the wrappers."""
+        """Called after the last backward: reduces the rest, so that gradients are final, and restores the wrappers."""
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Removes each gradient, and restores the wrappers as `begin` found them, whatever happened since."""
+        """Removes each gradient, and restores the wrappers to what `begin` found, whatever has happened since."""
         for parameter in parameters:
             parameter.grad = None
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """True if there are gradients that `clear` did not leave."""
+        """True if there are gradients other than any that `clear` leaves."""
         for parameter in parameters:  # noqa: SIM110  # any() of a generator costs three times as much
             if parameter.grad is not None:
                 return True
@@ -182,9 +182,9 @@ class Engine:
     # The update
 
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-        """This rank's parts of gradients, by the groups over which they are cut; none: each rank has the whole.
+        """This rank's parts of gradients, by the groups over which they are cut; no groups: each rank has the whole.
 
-        One entry for groups of the same ranks: a job that makes a mesh twice may have parameters on either.
+        Groups of the same ranks share an entry: a job that makes a mesh twice may have parameters on either.
         """
         shards: dict[Groups, list[Tensor]] = {}
         first: dict[tuple[tuple[int, ...], ...], Groups] = {}  # by their ranks
@@ -197,7 +197,7 @@ class Engine:
             if any(one.is_partial() for one in placements):
                 gradient = gradient.full_tensor()
             elif placements:
-                # DTensor keeps results of earlier calls, and may place a gradient on another mesh that equals this.
+                # DTensor caches results of earlier calls, and may place a gradient on another, equal mesh.
                 mesh = parameter.device_mesh
                 groups = tuple(mesh.get_group(i) for i, one in enumerate(placements) if not one.is_replicate())
                 gradient = local(gradient)
@@ -208,8 +208,8 @@ class Engine:
         return shards
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        """The norm of the whole gradient by the scalar `over`, the same on all ranks; `kind` is 2 or infinity."""
-        # One reduction per group of ranks, also on a rank that has no part.
+        """The norm of the whole gradient divided by `over`, the same on all ranks; `kind` is 2 or infinity."""
+        # One reduction per group of ranks, even on a rank that has no part.
         here = parameters[0].device if parameters else torch.device("cpu")
         device, dtype, beside = self.norm_in or (here, None, ())
         norms = []
@@ -227,7 +227,7 @@ class Engine:
 
 
 def why_tensor_parallel(parameters: Sequence[Any]) -> str | None:
-    """Why a rank's own gradient cannot be seen if one of `parameters` is a DTensor."""
+    """The reason why a rank's own gradients are hidden, if one of `parameters` is a DTensor; else None."""
     if any(hasattr(parameter, "to_local") for parameter in parameters):
         return "which holds tensor-parallel parameters: a rank has a part of each gradient; use data parallelism alone"
     return None
@@ -245,7 +245,7 @@ class PlainEngine(Engine):
 
 def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
     """The norm of all gradients, divided by `over`; in float32 at least."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # one kernel takes no others together
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # a kernel takes one of these kinds only
     for gradient in gradients:
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
@@ -267,8 +267,8 @@ def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | No
 def look_at(
     engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None
 ) -> tuple[bool, Tensor | None, float]:
-    """Returns whether every element is finite, the norm, and it as a number; reads one, usually after one pass."""
-    # On a CPU the largest element takes eighteen times as long as the norm, and adding norms up in a kernel longer too.
+    """Returns whether every element is finite, the norm, and it as a number; reads once, usually after one pass."""
+    # On a CPU finding the largest element takes 18 times as long as the norm; adding up norms in a kernel is slow too.
     gradients = [p.grad for p in parameters if p.grad is not None] if norm is None else []
     is_own = type(engine).norm is Engine.norm and type(engine).shards is Engine.shards and engine.norm_in is None
     if norm is None and is_own and all(map(_is_plain, gradients)):
@@ -277,7 +277,7 @@ def look_at(
         read = number_of(engine.norm(parameters) if norm is None else norm)
     if math.isfinite(read):
         return True, norm, read
-    largest = engine.norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
+    largest = engine.norm(parameters, math.inf)  # unlike a sum of squares, this cannot overflow
     is_finite = math.isfinite(number_of(largest))
     return is_finite, largest * engine.norm(parameters, 2.0, largest) if is_finite else norm, math.inf
 
@@ -287,7 +287,7 @@ def _is_plain(one: Tensor) -> bool:
 
 
 def refuse_left_out_terms(plan: Plan, cure: str) -> None:
-    """Where modules communicate in backward, each loss must take part in each backward."""
+    """Raises if a loss is left out of a backward in which modules communicate."""
     if not plan.all_terms:
         raise DistaccumError(
             f"a micro-batch has a count of 0 for one of {list(plan.counts)}; its loss would be left out, and so "
@@ -297,6 +297,6 @@ def refuse_left_out_terms(plan: Plan, cure: str) -> None:
 
 
 def sparse_embeddings(models: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The tables whose gradients hold only the rows that were looked up, by the names of their modules."""
+    """The weights of sparse embeddings, whose gradients hold only the rows that were looked up, by module name."""
     named = [(name, one) for model in models for name, one in model.named_modules()]
     return {name: one.weight for name, one in named if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse}

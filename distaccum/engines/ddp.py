@@ -1,14 +1,14 @@
 """DistributedDataParallel, as the model itself or anywhere inside it.
 
 DDP decides in forward whether its next backward reduces. Here every forward of a window runs with the reduction off,
-and right before the backward that must reduce, DDP is armed with the call that its own forward makes. So neither the
-place of the caller's forward matters, nor the number of backwards after it.
+and right before the backward that must reduce, DDP is armed with the call that its own forward makes. So it does not
+matter where the caller runs forward, nor how many backwards follow it.
 
-In some windows the library averages the gradients after the last backward (same result, no overlap): the plan says so
-(an `update()` whose size is not proven yet, `contrast()`, a pipeline); a rank has no micro-batch; a rank's last one
-leaves a loss term out (any, with `sync="every"`); of several DDPs one looks for unused parameters; an extension adds
-gradients up by itself; and in the first window of a static graph, whose first backward DDP must see and reduces
-(pytorch#143580): averaging what is equal already changes nothing.
+In some windows the library averages the gradients after the last backward (same result, no overlap): if the plan says
+so (an `update()` whose size is not proven yet, `contrast()`, a pipeline); if a rank has no micro-batch; if its last one
+(with `sync="every"`, any) leaves a loss term out; if one of several DDPs looks for unused parameters; if an extension
+adds gradients up by itself; and in the first window of a static graph, whose first backward DDP must see and reduces
+(pytorch#143580): averaging gradients that are equal already changes nothing.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class DDPEngine(Engine):
         if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
             self.hides_norm = "over tensor-parallel modules, whose parts it shows as plain tensors"
         self._refuse_dtensors()
-        # Where DDP looks for unused parameters, a zero would count as a gradient in the next window.
+        # If DDP looks for unused parameters, a zero would count as a gradient in the next window.
         as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]
-        # Gradients that are cleared in place: set to None, views of buckets would lose the memory that they save.
+        # Gradients that are cleared in place: set to None, bucket views would no longer save memory.
         self._views = {id(p) for wrapper in as_views for p in self._covered[wrapper].values()}
-        self._zeroed: dict[int, Stamp] = {}  # what was cleared so, and stands for no gradient, by the parameter's id
+        self._zeroed: dict[int, Stamp] = {}  # by parameter id: gradients cleared in place, which count as None
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
         self._graph_is_torn = False
         self._armed: list[DistributedDataParallel] = []
@@ -105,11 +105,11 @@ class DDPEngine(Engine):
             )
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        # A parameter outside the models, as one of the loss, may be frozen here and trained on another rank.
+        # A parameter outside the models, such as a loss's own, may be frozen here and trained on another rank.
         others = [p for p in parameters if id(p) not in self.alike]
         self._by_hand = [p for p in others if p.requires_grad or id(p) not in self._inside]
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
-        # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
+        # If ranks may use different wrappers of several, their backwards would reduce them in different orders.
         may_part = len(self.wrappers) > 1 and self._searching
         not_here = plan.reduce_afterwards or self._unseen_graphs or may_part or self.standing is not STANDING
         self._reduces = whole and not plan.some_rank_is_dry and not not_here
@@ -125,10 +125,10 @@ class DDPEngine(Engine):
             shared.takers.append(self)
             wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
             if wrapper not in self._unseen_graphs:
-                # Or its next backward would reduce on a rank whose forward outside of windows armed it, and parameters
-                # that another accumulator's open window used would count as used in this one.
+                # Otherwise its next backward would reduce on a rank where a forward outside windows armed it, and
+                # parameters used in another Accumulator's open window would count as used in this one.
                 private.disarm(wrapper)
-            # A rank may run fewer forwards than others, none, or fail in its first. So no forward may communicate.
+            # A rank may run fewer forwards than others, or none, or fail in its first, so no forward may communicate.
             at_end = private.communicate_before_forward(wrapper)
             wrapper.require_forward_param_sync = at_end and not (plan.some_rank_is_dry or plan.agrees)
 
@@ -147,12 +147,12 @@ class DDPEngine(Engine):
             self.run_backward(tuple(losses), tuple(seeds))
 
     def _show_graphs(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Runs a backward that DDP has armed itself, in the forward, and that it takes for the static graph."""
+        """Runs a backward that DDP itself has armed, in forward, and from which it learns the static graph."""
         before = [self._stamps(wrapper) for wrapper in self._unseen_graphs]
         self._armed, self._graph_is_torn = self._unseen_graphs, True
         self.run_backward(tuple(losses), tuple(seeds))
         pairs = zip(self._unseen_graphs, before, strict=True)
-        unseen = [one for one, stamps in pairs if not self._has_reduced(one, stamps)]  # of another part, or model
+        unseen = [one for one, stamps in pairs if not self._has_reduced(one, stamps)]  # another part's, or model's
         for wrapper in self._unseen_graphs:
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = wrapper in unseen, False
         self._armed, self._unseen_graphs, self._graph_is_torn = [], unseen, False
@@ -171,11 +171,11 @@ class DDPEngine(Engine):
         return [*losses, root], [*seeds, torch.zeros_like(root)]
 
     def _arm(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Makes the next backward reduce, from the roots that this returns."""
+        """Makes the next backward reduce; returns the roots and seeds that it must run from."""
         roots, seeds = list(losses), list(seeds)
         for wrapper in self._searching:
-            # DDP starts with the first of its parameters that backward reaches, on each rank or the ranks part.
-            # This reaches one, and gives it no gradient.
+            # DDP starts at the first of its parameters that backward reaches, which must happen on every rank.
+            # This root reaches one, and gives it no gradient.
             first = next((p for p in self._covered[wrapper].values() if p.requires_grad), None)
             if first is not None:
                 roots.append(_Reach.apply(first))
@@ -188,10 +188,10 @@ class DDPEngine(Engine):
     def _settle(self, before: Sequence[list[Stamp]]) -> None:
         for wrapper, stamps in zip(self.wrappers, before, strict=True):
             if wrapper not in self._armed:
-                continue  # all of it is frozen
+                continue  # all its parameters are frozen
             is_absent = wrapper not in self._searching and not self._has_reduced(wrapper, stamps)
             try:
-                # Otherwise a missing gradient lets ranks diverge silently until the next window.
+                # Otherwise a missing gradient would let ranks diverge silently until the next window.
                 private.refuse_unfinished_reduction(wrapper)
             except RuntimeError as error:
                 found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -205,15 +205,15 @@ class DDPEngine(Engine):
                 ) from error
             shared = _shared(wrapper)
             if is_absent or shared.is_laid_out:
-                private.disarm(wrapper)  # or ranks would lay its buckets out again
-            elif wrapper not in self._searching:  # which has the buckets that it began with
+                private.disarm(wrapper)  # otherwise it would lay its buckets out again
+            elif wrapper not in self._searching:  # a searching one keeps the buckets that it began with
                 shared.is_laid_out = False
-            if is_absent:  # none of its parameters was in this backward (of another part, or model)
+            if is_absent:  # none of its parameters was in this backward (which was another part's, or model's)
                 self._by_hand += self._covered[wrapper].values()
         self._armed = []
 
     def _stamps(self, wrapper: DistributedDataParallel) -> list[Stamp]:
-        """They change when DDP reduces: of one parameter where all must take part, else of all."""
+        """Stamps that change when DDP reduces: of all parameters for a static graph, otherwise of one."""
         parameters = list(self._covered[wrapper].values())
         return list(map(_stamp, parameters if wrapper.static_graph else parameters[:1]))
 
@@ -227,7 +227,7 @@ class DDPEngine(Engine):
         self._release()
 
     def _release(self) -> None:
-        # Until it reduces, a DDP that looks for unused parameters remembers the used ones, also after the window.
+        # Until it reduces, a DDP that looks for unused parameters remembers the used ones, even after the window.
         for wrapper in {*self._armed, *self._searching}:
             private.disarm(wrapper)
         for wrapper in self.wrappers:
@@ -244,7 +244,7 @@ class DDPEngine(Engine):
         self._release()
         for wrapper in self.wrappers:
             shared = _shared(wrapper)
-            if shared.is_laid_out is False:  # now, where all ranks come, and not when the next window begins
+            if shared.is_laid_out is False:  # now that all ranks are here, not when the next window begins
                 views = [p for p in self._covered[wrapper].values() if id(p) in self._views]
                 shared.is_laid_out = private.rebuild_buckets(wrapper, views)
         zeroed = [p for p in parameters if id(p) in self._views and p.grad is not None] if self._views else []
@@ -270,9 +270,9 @@ class DDPEngine(Engine):
 class _Shared:
     """State that all Accumulators of a wrapper share while its forwards do not arm the reduction."""
 
-    takers: list[DDPEngine] = field(default_factory=list)  # those whose windows are open on it
-    found: tuple[bool, bool] = (True, True)  # its flags before the first of these
-    is_laid_out: bool | None = None  # its buckets have their final places; None: it has not reduced yet
+    takers: list[DDPEngine] = field(default_factory=list)  # engines with an open window on it
+    found: tuple[bool, bool] = (True, True)  # its flags before the first of these windows
+    is_laid_out: bool | None = None  # its buckets have their final layout; None: it has not reduced yet
 
 
 _SHARED: weakref.WeakKeyDictionary[DistributedDataParallel, _Shared] = weakref.WeakKeyDictionary()
@@ -288,7 +288,7 @@ def _stamp(parameter: nn.Parameter) -> Stamp:
 
 
 def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Parameter]) -> None:
-    """Refuses what changed in the wrapper, or in the model in it, since DDP wrapped it."""
+    """Raises if parameters were frozen, unfrozen or added since DDP wrapped the model."""
     frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
     if frozen and not wrapper.find_unused_parameters:
         raise DistaccumError(
@@ -314,7 +314,7 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     }
     reduced = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if wrapper.find_unused_parameters and len(reduced) < len(named) and not sparse_embeddings([wrapper]):
-        # Some may have been frozen since, which DDP allows here, or unfrozen, which it does not see.
+        # Some may have been frozen since (which DDP allows here) or unfrozen (which it does not see).
         known = private.ids_in_buckets(wrapper)
         return {name: parameter for name, parameter in named.items() if id(parameter) in known}
     wrapped = private.num_wrapped(wrapper)
@@ -327,7 +327,7 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 class _Reach(torch.autograd.Function):
-    """A root whose backward reaches parameters with no gradient for them; DDP's hooks run all the same."""
+    """A root whose backward reaches parameters but gives them no gradient; DDP's hooks run all the same."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:

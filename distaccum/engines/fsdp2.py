@@ -1,7 +1,7 @@
 """FSDP2: modules under `fully_shard`, the root or only parts, on a mesh or a hybrid mesh.
 
-FSDP2 reads in backward whether to reduce; until then gradients add up on hidden parameters, which `zero_grad` does not
-clear. Each forward gathers parameters, so all ranks run as many: those with fewer micro-batches stand in.
+FSDP2 reads in backward whether to reduce; until it does, gradients add up on hidden parameters, which `zero_grad` does
+not clear. Each forward gathers parameters, so all ranks run equally many: ranks with fewer micro-batches stand in.
 
 | sync       | forward gathers      | reduce-scatter   | all-reduce of replicas | kept between micro-steps            |
 | ---------- | -------------------- | ---------------- | ---------------------- | ----------------------------------- |
@@ -76,8 +76,8 @@ class FullyShardEngine(Engine):
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
         self.standing = self._standing
         self._policy = sync  # of the current window
-        self._reshards: list[bool] = []  # after backward, by group, as before the current window
-        self._undo = ExitStack()  # of the current window
+        self._reshards: list[bool] = []  # each group's reshard_after_backward before the current window
+        self._undo = ExitStack()  # restores flags after the current window
         self._by_hand: list[nn.Parameter] = []
         self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
         parts = self._cut_over_ranks(self._outside(self.parameters()))
@@ -85,10 +85,10 @@ class FullyShardEngine(Engine):
         self._has_parts = bool(parts)
         if parts:
             _meshes().leave_out_gathered(self, parts)
-        self._reduces = True  # in backward; else after the last
+        self._reduces = True  # in backward; otherwise after the last one
         self._stands_in = False
-        self._unused: list[Any] = []  # of _every: without a gradient in this window, on this rank
-        self._shown: dict[int, Any] = {}  # of _every, by the id of what modules show in its place
+        self._unused: list[Any] = []  # those of _every without a gradient in this window, on this rank
+        self._shown: dict[int, Any] = {}  # _every, by the id of the tensor that modules show instead
         trained = [(group, p) for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
         low = [private.name_of(p) for group, p in trained if private.adds_up_in(group, p) in HALF]
         if low and sync != "every" and self.peers.rank == 0:
@@ -98,12 +98,12 @@ class FullyShardEngine(Engine):
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        others = {id(one) for p in self._every for one in private.shown_for(p)}  # which no optimizer has
+        others = {id(one) for p in self._every for one in private.shown_for(p)}  # no optimizer has these
         every = [*super().parameters(), *(p.sharded_param for p in self._every)]
         return unique(p for p in every if id(p) not in others)
 
     def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        own = {id(p.sharded_param) for p in self._every}  # which model.to() replaces
+        own = {id(p.sharded_param) for p in self._every}  # looked up anew: model.to() replaces them
         return [parameter for parameter in parameters if id(parameter) not in own]
 
     def _cut_over_ranks(self, outside: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -133,7 +133,7 @@ class FullyShardEngine(Engine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self.show_parameters()  # weights may have changed since they were gathered
         self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
-        self._cut_over_ranks(self._by_hand)  # a loss's own too
+        self._cut_over_ranks(self._by_hand)  # including a loss's own
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         whole = plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
         self._reduces = whole and not plan.reduce_afterwards
@@ -145,7 +145,7 @@ class FullyShardEngine(Engine):
             if self._policy == "gathered":
                 group.post_forward_mesh_info = None
                 # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not
-                # there yet, and FSDP2 reduces earlier micro-steps' on ranks that have some (or, with zeros, on all).
+                # there yet, and FSDP2 reduces those of earlier micro-steps, on ranks with some (with zeros, on all).
                 self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
         for module in self._modules if self._policy == "gathered" and plan.uneven else ():
             self._undo.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
@@ -174,7 +174,7 @@ class FullyShardEngine(Engine):
             self._unused = [p for p in self._unused if id(private.gathered_of(p)) not in seen]
 
     def _note_used(self) -> None:
-        # A stand-in may be of an earlier window, and use parameters that nobody uses in this one.
+        # A stand-in may come from an earlier window, and use parameters that no rank uses in this one.
         if not self._stands_in:
             self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
 
@@ -206,7 +206,7 @@ class FullyShardEngine(Engine):
     def _standing(self, holder: Any) -> Tensor | None:
         if (one := self._shown.get(id(holder))) is not None:
             return private.standing_gradient(one)
-        return None if hasattr(holder, "to_local") else STANDING(holder)  # a shard of what was reduced
+        return None if hasattr(holder, "to_local") else STANDING(holder)  # a shard, already reduced
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         parts = [p.sharded_param for p in self._every if getattr(p, "is_dtensor", False)]
@@ -229,17 +229,17 @@ class FullyShardEngine(Engine):
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
         private.discard_gradients(self._states)
-        self.show_parameters()  # those gathered by an evaluation after the last backward are out of date after a step
+        self.show_parameters()  # an evaluation after the last backward gathered some, which a step outdates
         super().clear(parameters)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
         return super().stale(parameters) or any(map(private.holds_gradients, self._groups))
 
     def _reduce_the_rest(self) -> None:
-        """Reduces what no backward did (one that left a term or a module out); no gradient stays where no rank has one.
+        """Reduces what no backward did (it left a term or a module out), and removes gradients that no rank has.
 
         Ranks agree on both, in one small collective on the host. Zeros were reduced for parameters that a rank did not
-        use; where none did, None leaves them alone in weight decay and momentum, as it would without sharding.
+        use; if no rank used them, None exempts them from weight decay and momentum, as it would without sharding.
         """
         self._note_used()
         unused = {id(p) for p in self._unused}
@@ -267,5 +267,5 @@ def _refuse_state(*_: object) -> None:
 
 
 def _meshes() -> Any:
-    """Opens the door to tensor parallelism and experts, where DTensors show one of them."""
+    """Opens the door to tensor parallelism and experts, once DTensors show that one is in use."""
     return import_module("distaccum.meshes.sharing")

@@ -1,4 +1,4 @@
-"""Private names of DistributedDataParallel, whose reducer shows nothing of its state."""
+"""Private names of DistributedDataParallel, whose reducer does not show its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...private import require
 
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
-    """Without the optional names, nobody can know whether DDP reduces some parameters, or steps, by itself."""
+    """Refuses a DDP that reduces some parameters, or steps, by itself; without the optional names this is unknown."""
     require("torch", wrapper, "_check_sync_bufs_pre_fwd", "_check_sync_bufs_post_fwd", "_sync_buffers")
     require("torch", wrapper, "_check_reducer_finalized", "_has_rebuilt_buckets", "_join_config")
     require("torch", wrapper.reducer, "_rebuild_buckets", "_reset_state", "_get_zeros_like_grad_buckets")
@@ -32,49 +32,49 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
 
 
 def was_tensor_parallel(parameter: nn.Parameter) -> bool:
-    """Returns whether DDP shows a part of a DTensor as a plain parameter; without `_st_info` nobody can know."""
+    """Returns whether DDP shows a part of a DTensor as a plain parameter; without `_st_info` this is unknown."""
     return hasattr(parameter, "_st_info")
 
 
 def num_wrapped(wrapper: DistributedDataParallel) -> int | None:
-    """The number of parameters that DDP reduces: all that it shows of its list. None where the name is missing.
+    """The number of parameters that DDP reduces, which is all that it shows of them; None if the name is missing.
 
-    A parameter that was frozen late is then found when a reduction stays unfinished.
+    In that case a parameter that was frozen late is found when a reduction stays unfinished.
     """
     logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
     return logged.get("num_parameter_tensors")
 
 
 def ids_in_buckets(wrapper: DistributedDataParallel) -> set[int]:
-    """The parameters that DDP reduces, by identity. torch copies the buckets for it, and cannot if one is sparse."""
+    """The ids of the parameters that DDP reduces. torch copies the buckets for this, and cannot if one is sparse."""
     buckets = wrapper.reducer._get_zeros_like_grad_buckets()
     return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
 
 
 def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
-    """Does now what DDP's forward would send, as Join does; returns whether a forward sends buffers at its end."""
+    """Sends now what DDP's forward would, as Join does; returns whether a forward also sends buffers at its end."""
     if wrapper._join_config.enable:
         raise DistaccumError(
             "a window inside DDP's join(), whose collectives would meet the window's; remove join(): ranks may "
             "have different numbers of micro-batches without it. It stays on after its block: "
             "`with model.join(enable=False): pass` turns it off"
         )
-    if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as those below
+    if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as are those below
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]
     return bool(wrapper._check_sync_bufs_post_fwd())  # type: ignore[no-untyped-call]  # a buffer hook of the user's
 
 
 def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
-    """Raises torch's RuntimeError if it lacks gradients, of which only the next forward would tell."""
+    """Raises torch's RuntimeError if a reduction lacks gradients, which otherwise only the next forward would do."""
     wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
 
 def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Parameter]) -> bool:
     """Does what DDP's next forward would: ranks agree on the buckets, once, after the first reduction.
 
-    Returns whether they have; in mid-window a forward may have done it.
-    Gradients of `views` are done with and lie in the old buckets. Zeros of one element's memory stand in for them,
-    which DDP copies into the new ones and replaces; so the old buckets go before.
+    Returns whether they have agreed; a forward in mid-window may have done it.
+    Gradients of `views` are no longer needed but keep the old buckets alive. So zeros that take the memory of one
+    element replace them first; DDP copies these into the new buckets and replaces them in turn.
     """
     moved = () if wrapper._has_rebuilt_buckets else views
     zeros = {one: one.new_zeros(()).expand_as(one) for one in moved if one.grad is not None}
@@ -91,7 +91,7 @@ def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Paramet
 def disarm(wrapper: DistributedDataParallel) -> None:
     """Makes DDP forget a forward that armed it, backwards that it did not reduce, and that it has rebuilt its buckets.
 
-    It rebuilds them again if another reduction follows and this is not called then.
+    It rebuilds them again after another reduction, unless this is called then.
     """
     wrapper.reducer._reset_state()
     wrapper._has_rebuilt_buckets = False

@@ -1,6 +1,6 @@
-"""Private names of FSDP2: it has setters and no getters, and shows nothing of the gradients that it keeps.
+"""Private names of FSDP2: it has setters but no getters, and does not show the gradients that it keeps.
 
-Undocumented names without an underscore, as `fsdp_params` and `mesh_info`, are as little promised.
+Undocumented names without an underscore, such as `fsdp_params` and `mesh_info`, are no more stable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = (
 
 
 def state_of(module: Any) -> Any:
-    """FSDP2's state of a module under fully_shard, of which several modules may have one."""
+    """FSDP2's state of a module under fully_shard; several modules may share one."""
     require("torch", module, "_get_fsdp_state")
     state = module._get_fsdp_state()
     require("torch", state, "_auto_reshard_after_forward", "_is_root")
@@ -51,12 +51,12 @@ def is_hybrid(group: Any) -> bool:
 
 
 def name_of(parameter: Any) -> str:
-    """Its whole name, which its root's first forward sets; before that, in its module."""
+    """The parameter's full name, which the root's first forward sets; before that, its name in its module."""
     return str(getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name)
 
 
 def has_all_reduce_hook(group: Any) -> bool:
-    """Returns whether set_all_reduce_hook was called; without the name, no."""
+    """Returns whether set_all_reduce_hook was called; False if the name is missing."""
     return getattr(group, "_all_reduce_hook", None) is not None
 
 
@@ -73,18 +73,18 @@ def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
 
 
 def only_sum(group: Any) -> None:
-    """Makes reductions sum, as torch's two setters do, so that no factor of its own enters the gradient.
+    """Makes reductions sum, as torch's two setters do, so that no factor of FSDP2's enters the gradient.
 
-    It divides by ranks, or by the factor, or twice by that (2.13, 2.15; a mesh of one shard): by nothing if it is 1.
+    FSDP2 divides by the ranks, or by the factor, or by it twice (2.13, 2.15; a mesh of one shard): harmless if it is 1.
     """
     group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
 
 
 def reduce_unused(group: Any) -> None:
-    """Makes zeros be reduced for unused parameters: some ranks may use them, whose reductions would differ in size.
+    """Makes FSDP2 reduce zeros for unused parameters: ranks that use them would reduce tensors of another size.
 
-    Only where torch checks that all zeros have one dtype (2.15). Before, zeros of another dtype than their neighbours'
-    were an error (pytorch#196996), so there it is left to the user; and where `grad_dtype=None` no dtype is known.
+    Only if torch checks that all zeros have one dtype (2.15). Before, zeros of another dtype than their neighbours'
+    were an error (pytorch#196996), so the choice is the user's; and with `grad_dtype=None` the dtype is unknown.
     """
     if hasattr(group, "_validate_unused_param_grad_dtypes") and all(
         p.mp_policy.reduce_dtype or p.sharded_param.grad_dtype is not None for p in group.fsdp_params
@@ -93,7 +93,7 @@ def reduce_unused(group: Any) -> None:
 
 
 def flags_of(state: Any, group: Any) -> Callable[[], None]:
-    """Returns what puts the flags of a group back as they are now."""
+    """Returns a function that restores the flags of a group to what they are now."""
     found = {name: getattr(group, name) for name in FLAGS if hasattr(group, name)}
     is_initialised = state._is_root is not None
 
@@ -112,12 +112,12 @@ def gathered_of(parameter: Any) -> Any:
 
 
 def shown_for(parameter: Any) -> list[Any]:
-    """Tensors that modules may show in its place: gathered, or kept over fewer ranks from forward to backward."""
+    """Tensors that modules may show in its place: gathered, or sharded over fewer ranks from forward to backward."""
     return [gathered_of(parameter), getattr(parameter, "_sharded_post_forward_param", None)]
 
 
 def standing_gradient(parameter: Any) -> Tensor | None:
-    """The unsharded sum; torch, up to 2.13, adds a new gradient to one of another dtype only after backward."""
+    """The unsharded sum so far; torch up to 2.13 adds a new gradient to one of another dtype only after backward."""
     kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
     new: Tensor | None = getattr(gathered_of(parameter), "grad", None)
     if kept is None or new is None or kept is new:
@@ -126,16 +126,16 @@ def standing_gradient(parameter: Any) -> Tensor | None:
 
 
 def holds_gradients(group: Any) -> bool:
-    """Returns whether any of its gradients is not fully reduced."""
+    """Returns whether the group has a gradient that is not fully reduced."""
     return group._partial_reduce_output is not None or any(
         standing_gradient(parameter) is not None for parameter in group.fsdp_params
     )
 
 
 def reshard_groups(groups: Iterable[Any]) -> None:
-    """Drops what was gathered, and the copies of parameters that are not sharded: the next forward makes them anew.
+    """Frees gathered parameters, and copies of parameters that are not sharded: the next forward makes them anew.
 
-    Also what was kept over fewer ranks after forward, and what an `unshard(async_op=True)` or a prefetch still brings.
+    Also parameters kept over fewer ranks after forward, or still on their way (`unshard(async_op=True)`, a prefetch).
     """
     for group in groups:
         group.wait_for_unshard()
@@ -143,7 +143,7 @@ def reshard_groups(groups: Iterable[Any]) -> None:
 
 
 def reduce_now(group: Any) -> None:
-    """Does what the group's next backward would do at its end."""
+    """Reduces now, as the group's next backward would at its end."""
     group.reduce_grads = group.all_reduce_grads = True
     group.post_backward()
     group._wait_for_post_backward()
@@ -151,9 +151,9 @@ def reduce_now(group: Any) -> None:
 
 
 def discard_gradients(states: Sequence[Any]) -> None:
-    """Forgets a window's gradients, and a forward that failed.
+    """Discards a window's gradients, and the traces of a forward that failed.
 
-    Public `reset_iter_state` of the root discards unreduced gradients in torch 2.15, not in 2.13; older ones lack it.
+    The root's public `reset_iter_state` discards unreduced gradients in torch 2.15, not in 2.13; older ones lack it.
     """
     for state in states:
         if not hasattr(state, "_reset_iter_state"):
@@ -171,7 +171,7 @@ def discard_gradients(states: Sequence[Any]) -> None:
 
 def _reset_by_hand(state: Any) -> None:
     state._training_state = type(state._training_state).IDLE
-    state._modules_to_run_forward.clear()  # of several that have one state
+    state._modules_to_run_forward.clear()  # for several modules with one state
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
     if state._is_root is not None:  # the root's first forward makes it
