@@ -1,8 +1,8 @@
 """A schedule of torch.distributed.pipelining, which runs the forwards and backwards of a micro-batch in one call.
 
 It cuts the micro-batch into chunks, and its ranks hold stages of the model. The engine is that of the stages' own
-wrappers; here is what a schedule adds: a loss for each chunk, which is multiplied by its share since the schedule gives
-backward no seed, and gradients that stay unreduced until the window's end.
+wrappers. This module adds what a schedule needs: each chunk's loss is multiplied by its share, because the schedule
+gives backward no seed, and gradients stay unreduced until the window's end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PipelineSchedule(Protocol):
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Returns whether it is under fully_shard; imports nothing."""
+    """Returns whether the module is under fully_shard; imports nothing."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
@@ -76,7 +76,7 @@ class Pipeline:
         self._length: int | None = None  # samples in each micro-batch
 
     def join(self, engine: Engine) -> None:
-        """Makes `engine` that of stages: nothing is reduced before the window's end."""
+        """Turns `engine` into one for stages: nothing is reduced before the window's end."""
         if "stages" in engine.owns:
             raise ValueError(
                 f"stages of a pipeline under {engine.name}, expected DistributedDataParallel or fully_shard"
@@ -99,7 +99,7 @@ class Pipeline:
                 )
 
     def _refuse_frozen_beginning(self, engine: Engine) -> None:
-        """A stage whose inputs need no gradient has, in a backward for them, none of its weights either."""
+        """Raises if the first stage is frozen: a stage whose inputs need no gradient then gets none for its weights."""
         of_stages = zip(self._stages, self.modules, strict=True)
         trained = [stage.stage_index for stage, one in of_stages if any(p.requires_grad for p in one.parameters())]
         first = min((index for one in engine.peers.gather_objects(trained, everyone=True) for index in one), default=0)
@@ -111,12 +111,12 @@ class Pipeline:
             )
 
     def count(self, micro_batches: Sequence[Any], counts_of: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
-        """The denominators of what the schedule runs each micro-batch in."""
+        """The denominators of each micro-batch's chunks."""
         counts = iter(counts_of([piece for pieces in self._pieces(micro_batches) for piece in pieces]))
         return [[next(counts) for _ in range(self.num_chunks)] for _ in micro_batches]
 
     def _pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
-        """The chunks that the schedule cuts each into."""
+        """The chunks that the schedule cuts each micro-batch into."""
         if self.num_chunks == 1:
             return [[micro_batch] for micro_batch in micro_batches]
         lengths, name = list(map(count_samples, micro_batches)), type(self._schedule).__name__
@@ -141,7 +141,7 @@ class Pipeline:
         ]
 
     def run(self, window: Any, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-        """All chunks through all stages, forward and backward; what the schedule returns."""
+        """Runs all chunks through all stages, forward and backward; returns what the schedule returns."""
         if own := sorted(options.keys() & {"arg_mbs", "kwarg_mbs", "target_mbs", "losses"}):
             raise DistaccumError(
                 f"run() got {', '.join(own)}, of chunks, and each chunk's count is of an even cut along the first "
@@ -153,7 +153,7 @@ class Pipeline:
         is_first = any(stage.is_first for stage in self._stages)
         try:
             for stage in self._stages:
-                if isinstance(stage.submod, DistributedDataParallel):  # or the schedule would make it reduce
+                if isinstance(stage.submod, DistributedDataParallel):  # the schedule would make it reduce
                     stage.submod = stage.submod.module
             with private.weighing(self._schedule, partial(_weigh_chunk, window)):
                 return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
@@ -175,7 +175,7 @@ class Pipeline:
 
 
 def _weigh_chunk(window: Any, piece: int, take_loss: Callable[[], Any]) -> Tensor | None:
-    """The loss of a chunk times its share, since a schedule gives backward no seed; None where nothing in it counts."""
+    """The loss of a chunk times its share, because a schedule gives backward no seed; None if nothing in it counts."""
     micro = window.at_work
     counts = () if micro is None else micro.pieces[piece]
     if not any(counts):

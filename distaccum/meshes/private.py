@@ -1,4 +1,4 @@
-"""Private names of torch.distributed.pipelining: a schedule shows neither its stages nor which chunk a loss is of.
+"""Private names of torch.distributed.pipelining: a schedule exposes neither its stages nor the chunk of a loss.
 
 Seen in torch 2.9 to 2.15.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..engines.private import fsdp2
 from ..private import replaced, require
 
-# Its number, and what takes its loss; None: nothing in it counts.
+# From a chunk's number, and a function that computes its loss, to the weighted loss; None if nothing in it counts.
 WeighChunk = Callable[[int, Callable[[], Any]], Tensor | None]
 
 
@@ -26,7 +26,7 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def chunks_and_loss(schedule: Any) -> tuple[int, Any]:
-    """The number of chunks that it cuts a micro-batch into, and its loss function or None."""
+    """The number of chunks that the schedule cuts a micro-batch into, and its loss function or None."""
     require("torch", schedule, "_n_microbatches", "_loss_fn")
     return int(schedule._n_microbatches), schedule._loss_fn
 
@@ -37,20 +37,20 @@ def postpones_reduction(schedule: Any) -> bool:
 
 
 def knows_shapes(schedule: Any) -> bool:
-    """True if a call has fixed the shapes of what stages exchange; a change between training and eval() frees them."""
+    """True if a call has fixed the shapes that stages exchange; changing between training and eval() resets them."""
     names = ("_stage_backward_initialized", "_stages_backward_initialized", "_stage_initialized", "_stages_initialized")
     return any(getattr(schedule, name, False) for name in names)
 
 
 def splits_backward(schedule: Any) -> bool:
-    """Returns whether it runs a stage's backward in two: for its inputs, and later for its weights (zero bubble)."""
+    """Returns whether the schedule splits a stage's backward: for its inputs, later for its weights (zero bubble)."""
     rows = {**(getattr(schedule, "pipeline_order", None) or {}), **(getattr(schedule, "pipeline_order_with_comms", {}))}
     actions = [one for row in rows.values() for one in row if one is not None]
     return any(action.computation_type.value == "W" for action in actions)
 
 
 def resharded_in(stages: Sequence[Any]) -> list[str]:
-    """Names of the trained parameters that are parts again between a forward of `stages` and its backward."""
+    """Names of the trained parameters that are resharded between a forward of `stages` and its backward."""
     roots = list(map(fsdp2.state_of, stages))
     inside = [fsdp2.state_of(one) for stage in stages for one in stage.modules() if hasattr(one, "_get_fsdp_state")]
     return [
@@ -67,10 +67,10 @@ def resharded_in(stages: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
-    """Inside, the schedule's losses go through `weigh`, but those of its trial run, which finds out shapes."""
+    """For the block, passes the schedule's losses through `weigh`, except in its trial run, which finds out shapes."""
     require("torch", schedule, "_loss_fn", "_maybe_compute_loss")
     loss_fn, compute = schedule._loss_fn, schedule._maybe_compute_loss
-    at: list[int] = []  # the chunk whose loss is taken; none in the trial run
+    at: list[int] = []  # the chunk whose loss is being computed; empty in the trial run
 
     def loss_of(output: Any, *target: Any, **options: Any) -> Any:
         if at:
@@ -91,6 +91,6 @@ def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
 
 
 def _nothing_of(outputs: Any) -> Tensor:
-    """A loss of 0 that reaches all of a chunk's graph, where nothing in it counts; its criterion may give NaN."""
+    """A loss of 0 that reaches all of a chunk's graph if nothing in it counts: its criterion could give NaN."""
     tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     return torch.stack([one.flatten()[:0].sum().float() for one in tensors if one.requires_grad]).sum()

@@ -1,4 +1,4 @@
-"""Ranks of a data-parallel group that have parts of the same samples, or share theirs with ranks outside of it."""
+"""Ranks of a data-parallel group that have parts of the same samples, or share theirs with ranks outside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..engines.base import Engine
 from ..law import DistaccumError, RankReport
 from ..ranks import Peers, Value, own_group
 
-# Fields of a report that must be equal on ranks that share their samples, and how an error says what they have.
+# Fields of a report that must be equal on ranks that share their samples, and how an error describes their values.
 ALIKE = {
     "num_drawn": "micro-batches {}",
     "num_counted": "micro-batches that count {}",
@@ -25,7 +25,7 @@ ALIKE = {
 
 @final
 class MeshPeers(Peers):
-    """The ranks of a data-parallel group on a mesh of more dimensions.
+    """The ranks of a data-parallel group on a mesh with more dimensions.
 
     Attributes:
         sharing: For each rank of the group, the global ranks that compute on its samples.
@@ -70,13 +70,13 @@ class MeshPeers(Peers):
         self.record_over(own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None))
 
     def combine(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> Sequence[RankReport]:
-        """One report for each set of ranks that share their samples; an error where they do not go through them
+        """Merges the reports of each set of ranks that share samples; raises if they do not go through these samples
         together, or count them twice.
         """
         shared = zip(self.sharing, self.by_samples(reports), strict=True)
         found = [_common(ranks, of_set) for ranks, of_set in shared]
         for ranks in self.parts if self.has_parts else ():
-            # A count of the caller's own may be of this rank's part of the labels.
+            # The caller's own count may count only this rank's part of the labels.
             _refuse_unlike_parts(
                 ranks, [found[rank] for rank in ranks], any(isinstance(one, TokenCount) for one in counts)
             )
@@ -94,14 +94,14 @@ def _all_of(sharing: Iterable[Iterable[int]]) -> list[int]:
 
 
 def on_mesh(engine: Engine) -> MeshPeers:
-    """The engine's peers, from now on such that others may have parts of their samples, or share them."""
+    """The engine's peers, turned into ones that may have parts of the same samples, or share them."""
     if not isinstance(engine.peers, MeshPeers):
         engine.peers = MeshPeers(engine.peers.group)
     return engine.peers
 
 
 def _fingerprint(micro_batches: Sequence[Any], *, ahead: bool) -> int:
-    """A number of some values of each tensor of the first micro-batch, read at once."""
+    """A hash of some values of each tensor in the first micro-batch, read at once."""
     first = micro_batches[:1]
     if ahead:
         refuse_to_wait(first)
@@ -113,7 +113,7 @@ def _fingerprint(micro_batches: Sequence[Any], *, ahead: bool) -> int:
 
 
 def _common(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
-    """The report of ranks that share their samples."""
+    """The common report of ranks that share their samples."""
     if len(reports) == 1:
         return reports[0]
     for name, seen in ALIKE.items():

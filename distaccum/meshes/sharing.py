@@ -18,36 +18,36 @@ from .ranks import MeshPeers
 
 
 def peers_of(parameters: Iterable[Any], group: dist.ProcessGroup) -> MeshPeers:
-    """The ranks of `group`, which have different samples, and for each those that compute on its samples together.
+    """The ranks of `group`, which have different samples, and for each the ranks that compute on its samples together.
 
-    They lie along the dimensions of the parameters' meshes on which no other rank of `group` is met.
+    Those lie along the dimensions of the parameters' meshes that hold no other rank of `group`.
     """
     data = dist.get_process_group_ranks(group)
     found = [[rank] for rank in data]
     for mesh in {id(mesh): mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None}.values():
         beside = mesh.get_coordinate() and [i for i in range(mesh.ndim) if i not in meeting(mesh, data)]
         places = [(mesh.mesh == rank).nonzero().tolist() for rank in data]
-        if beside and all(places):  # not a mesh of some of them, as that of the tensor-parallel ranks alone
+        if beside and all(places):  # not a mesh of only some, such as the tensor-parallel ranks alone
             sets = [_ranks_from(place, mesh, beside) for (place,) in places]
             found = sets if len(sets[0]) > len(found[0]) else found
     return MeshPeers(group, found)
 
 
 def meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
-    """The dimensions of a mesh along which another one of `ranks` is met from here."""
+    """The dimensions of a mesh along which this rank shares a group with another of `ranks`."""
     others = {*ranks} - {dist.get_rank()}
     return [i for i in range(mesh.ndim) if others & {*dist.get_process_group_ranks(mesh.get_group(i))}]
 
 
 def _ranks_from(place: Sequence[int], mesh: Any, dimensions: Collection[int]) -> list[int]:
-    """The ranks that one meets from a place in a mesh along these of its dimensions."""
+    """The ranks that lie along these dimensions of a mesh, from a place in it."""
     found = mesh.mesh[tuple(slice(None) if i in dimensions else at for i, at in enumerate(place))]
     ranks: list[int] = found.flatten().tolist()
     return ranks
 
 
 def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
-    """The ranks and the placements of a DTensor along those dimensions of its mesh that meet `group`."""
+    """The ranks and the placements of a DTensor along the dimensions of its mesh that hold ranks of `group`."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.get_coordinate() is None:
         return [], ()
@@ -57,7 +57,7 @@ def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tupl
 
 
 def whole_loss(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
-    """The plain tensor of a loss that is a DTensor, the same on each of its ranks; `group`: the data-parallel ranks."""
+    """Converts a loss that is a DTensor to a plain tensor, the same on each of its ranks; `group`: the data ranks."""
     ranks, placements = ([], ()) if group is None else lies_over(loss, group)
     if ranks:
         raise ValueError(
@@ -69,9 +69,9 @@ def whole_loss(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def refuse_other_meshes(groups: Mapping[tuple[int, ...], Sequence[Any]], ranks: tuple[int, ...]) -> None:
-    """Raises if FSDP2 reduces some parameters over other ranks than `ranks`, the most, and they are no experts.
+    """Raises if FSDP2 reduces parameters over fewer ranks than `ranks`, the largest set, and they are not experts.
 
-    `groups` has FSDP2's groups of parameters by the ranks over which they are reduced.
+    `groups` maps the ranks of a reduction to FSDP2's groups of parameters.
     """
     for reduced, of_ranks in groups.items():
         own = [p.sharded_param for one in of_ranks for p in one.fsdp_params]
@@ -87,9 +87,9 @@ def refuse_other_meshes(groups: Mapping[tuple[int, ...], Sequence[Any]], ranks: 
 
 
 def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]) -> bool:
-    """True if `parameter` is cut over the data ranks that fully_shard does not reduce over (it does over `reduced`).
+    """True if `parameter` is cut over the data ranks over which fully_shard does not reduce (it does over `reduced`).
 
-    Its gradient then holds the samples of all data ranks.
+    Its gradient then covers the samples of all data ranks.
     """
     mesh = parameter.device_mesh
     over = meeting(mesh, data_ranks)
@@ -101,7 +101,7 @@ def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]
 
 
 def leave_out_gathered(engine: Engine, parts: Sequence[nn.Parameter]) -> None:
-    """Takes the policy "gathered" from an engine with experts, `parts`, whose forwards wait for all ranks."""
+    """Removes the policy "gathered" from an engine with experts (`parts`), whose forwards wait for all ranks."""
     engine.policies = tuple(policy for policy in engine.policies if policy != "gathered")
     if engine.sync == "gathered":
         names = names_of(engine.models)
@@ -113,18 +113,18 @@ def leave_out_gathered(engine: Engine, parts: Sequence[nn.Parameter]) -> None:
 
 
 class Experts:
-    """Parameters that no wrapper reduces and that are cut over data-parallel ranks, as experts are."""
+    """Parameters that no wrapper reduces and that are cut over data-parallel ranks, such as experts."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._group = engine, cast("dist.ProcessGroup", engine.peers.group)
         self._ranks = dist.get_process_group_ranks(self._group)
-        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # by the ranks of a cut
+        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # by the ranks of the cut
 
     def find(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns those of `parameters` that are cut over data-parallel ranks, a part of its own on each.
+        """Returns those of `parameters` that are cut over data-parallel ranks, so that each has a part of its own.
 
-        Raises if a DTensor lies over some of these ranks in another way: its gradient may be of this rank's samples or
-        of all ranks'.
+        Raises if a DTensor lies over these ranks in another way: its gradient could cover this rank's samples, or all
+        ranks'.
         """
         found = []
         for parameter in parameters:
@@ -147,7 +147,7 @@ class Experts:
         return self._copies.get(tuple(lies_over(parameter, self._group)[0]), self._group)
 
     def _find_copies(self, cut: tuple[int, ...]) -> dist.ProcessGroup:
-        """The ranks with the same place among those over which a parameter is cut."""
+        """The group of ranks that hold the same part of a parameter that is cut over the ranks `cut`."""
         places = [
             ranks.index(rank) for rank, ranks in zip(self._ranks, self._engine.peers.gather_objects(cut), strict=True)
         ]
@@ -164,8 +164,8 @@ class Experts:
 class UnwrappedEngine(Engine):
     """Modules without a wrapper in a job whose ranks all compute on the same samples: tensor-parallel ones, or stages.
 
-    DTensor sums over the parts by itself in forward and backward; a gradient that it leaves as partial sums adds up
-    so, and is summed once, after the last backward.
+    DTensor itself sums over the parts in forward and backward. A gradient that it leaves as partial sums accumulates as
+    such, and is summed once, after the last backward.
     """
 
     name = "modules without a wrapper"

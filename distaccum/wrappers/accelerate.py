@@ -1,9 +1,9 @@
-"""Accelerate: the objects that its `prepare` returned are unwrapped, and its own backward and scaler are used.
+"""Accelerate: unwraps the objects that its `prepare` returned, and uses its own backward and scaler.
 
-It wraps the model in one of the other engines' wrappers, so that engine does the work. Optimizers are unwrapped, as
-their wrapper steps or not by a singleton's flag, and updates the scaler once per optimizer; so are schedulers, whose
-wrapper steps once per process. Its `clip_grad_norm_` is not called: it unscales every optimizer that was ever prepared,
-those of another window too.
+It wraps the model in one of the other engines' wrappers, so that engine does the work. Optimizers are unwrapped because
+their wrapper steps or not by a singleton's flag, and updates the scaler once per optimizer; schedulers, because their
+wrapper steps once per process. Its `clip_grad_norm_` is not called: it unscales every optimizer ever prepared, even
+those of another window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .private.accelerate import note_step
 
 @final
 class Accelerated(Adapter):
-    """Unwraps optimizers, schedulers and scaler that Accelerate's `prepare` returned."""
+    """Unwraps the optimizers, schedulers and scaler that Accelerate's `prepare` returned."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -41,7 +41,7 @@ class Accelerated(Adapter):
         _warn_of_steps_by_process(prepared)
         theirs = [one.scaler for one in (*self._wrappers, accelerator) if getattr(one, "scaler", None) is not None]
         if accelerator is not None:
-            # Under DeepSpeed its backward would step the engine as well.
+            # Under DeepSpeed its backward would also step the engine.
             self.scales_losses = accelerator.distributed_type not in ("DEEPSPEED", "MEGATRON_LM")
         if given.scaler is not None and any(given.scaler is not one for one in theirs):
             raise ValueError("scaler= beside the Accelerator's own, which scales the loss too; leave scaler= out")
@@ -80,12 +80,12 @@ class Accelerated(Adapter):
 
 
 def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:
-    """Says that a schedule which was made for Accelerate is too long here."""
+    """Warns that a schedule made for Accelerate is too long here."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     by_process = any(
         one.step_with_optimizer and not one.split_batches
         for one in prepared
-        if not isinstance(one, DeepSpeedSchedulerWrapper)  # whose engine steps once per update
+        if not isinstance(one, DeepSpeedSchedulerWrapper)  # DeepSpeed's engine steps it once per update
     )
     if by_process and processes > 1 and dist.get_rank() == 0:
         warn(

@@ -1,16 +1,16 @@
-"""DeepSpeed: an engine of any ZeRO stage, which owns the backward and the step.
+"""DeepSpeed: an engine of any ZeRO stage, which keeps backward and step to itself.
 
 | stage | sync="last"                                       | sync="every"               |
 | ----- | ------------------------------------------------- | -------------------------- |
 | 0, 1  | no_sync, one all-reduce after the last backward   | -                          |
 | 2, 3  | coalesced: one reduction after the last backward  | a reduction per micro-step |
 
-Stage 1 coalesces too where its config has `overlap_comm`, with which no_sync keeps nothing back.
+Stage 1 also coalesces if its config has `overlap_comm`, since no_sync then holds nothing back.
 
 An engine whose config says `"managed_gradient_accumulation": false` (0.19.4) leaves the window to the caller; its
-stages 2 and 3 reduce in each backward. Those of a managed one do too, with a warning, where it cannot coalesce (before
-0.19.2, or if its config asks for sums in another dtype than that of the model, in which coalescing adds up). In stages
-that communicate in each micro-step, ranks with fewer micro-batches stand in.
+stages 2 and 3 reduce in each backward. A managed engine's do so too, with a warning, if it cannot coalesce: before
+0.19.2, or if its config asks for sums in another dtype than the model's, in which coalescing adds up. In stages that
+communicate in each micro-step, ranks with fewer micro-batches stand in.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..law import DistaccumError, Plan, ranks_where, shorten, warn
 from ..private import replaced
 from .private import deepspeed as private
 
-# The way in which backwards are kept from reducing.
+# How backwards are kept from reducing.
 Form = Literal["no_sync", "coalesced", "each"]
 
 
@@ -57,7 +57,7 @@ class DeepSpeedEngine(Engine):
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         _refuse_what_cannot_accumulate(engine, models)
         self._form = _choose_form(engine, sync, self._is_managed)
-        # Optimizer states, and the gradients of their step, are on the host.
+        # Optimizer states, and the gradients that they are stepped with, are on the host.
         self._offloads = any(getattr(self._optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
         finalizes = hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
         if self._form == "each" and self._offloads and not finalizes:
@@ -74,13 +74,13 @@ class DeepSpeedEngine(Engine):
         self.owns = _owned(engine)
         self.run_backward = lambda losses, _: engine.backward(losses[0])
         self._context = ExitStack()
-        self._holds = False  # gradients of a window that was not stepped
+        self._holds = False  # it holds gradients of a window that was not stepped
         self._step_id: int | None = None
-        self._guards = ExitStack()  # of steps that the caller may not take in a window
+        self._guards = ExitStack()  # against steps by the caller in mid-window
         weakref.finalize(self, self._guards.close)
 
     def _own_optimizers(self) -> list[Any]:
-        """The optimizers that deepspeed.initialize returned and got."""
+        """The optimizers that deepspeed.initialize was given and returned."""
         inner = getattr(self._optimizer, "optimizer", None)
         return [self._optimizer, inner, self._deepspeed.basic_optimizer, self._deepspeed.client_optimizer]
 
@@ -118,14 +118,14 @@ class DeepSpeedEngine(Engine):
             refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
-        return super().num_micro_steps(plan)[0], 0  # to DeepSpeed the last one alone is a boundary
+        return super().num_micro_steps(plan)[0], 0  # DeepSpeed takes only the last for a boundary
 
     def will_reduce(self, reduce: bool) -> bool:
         return self._form == "each"
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         for one in (self._deepspeed, *self._own_optimizers()):
-            if isinstance(one, Optimizer):  # whose own step a scheduler may have replaced
+            if isinstance(one, Optimizer):  # a scheduler may have replaced its step
                 self._guards.callback(one.register_step_pre_hook(_refuse_step).remove)
             elif one is self._deepspeed or one is self._optimizer:
                 self._guards.enter_context(replaced(one, step=_refuse_step))
@@ -166,7 +166,7 @@ class DeepSpeedEngine(Engine):
         return None if shows else "which reduces in each micro-step here, trains in fp16, or with a BF16_Optimizer"
 
     def _refuse_another_use(self, _: Tensor) -> None:
-        """Each rank fills a bucket with the gradients of its own backward, and takes other ranks' for the same."""
+        """Raises if ranks use different parameters: each buckets its own backward's, and assumes the others' alike."""
         named = self._deepspeed.module.named_parameters()
         unused = {name for name, p in named if p.requires_grad and not private.is_reached(p)}
         by_rank = self.peers.gather_objects(unused)
@@ -183,21 +183,21 @@ class DeepSpeedEngine(Engine):
     def finish(self) -> None:
         if not self.lockstep:
             private.give_all_a_gradient(self._optimizer, self.parameters(), sets_up=self._form == "no_sync")
-        if self._form == "each" and self._offloads and self._is_managed:  # an unmanaged engine does it in step
+        if self._form == "each" and self._offloads and self._is_managed:  # an unmanaged engine does so in step()
             self._optimizer.finalize_gradient_accumulation_boundary()
             self._deepspeed.set_gradient_accumulation_boundary(True)
         if self._form == "no_sync":
             private.set_boundary(self._deepspeed, True)
             self._deepspeed.allreduce_gradients()
         self._context.close()
-        private.set_boundary(self._deepspeed, None)  # to the engine each step is one
+        private.set_boundary(self._deepspeed, None)  # each step() ends a window
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         private.set_boundary(self._deepspeed, None)
         super().clear(parameters)
         self._guards.close()
         if self._holds:
-            # With nothing to reduce, leaving the context sends nothing.
+            # With nothing left to reduce, leaving the context sends nothing.
             self._context.close()
             private.discard_window(self._deepspeed, self._stage)
             self._holds = False
@@ -211,7 +211,7 @@ class DeepSpeedEngine(Engine):
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
         self._guards.close()
-        # An unmanaged engine would reduce in step, again.
+        # An unmanaged engine would reduce again in step.
         with replaced(engine, enable_backward_allreduce=self._form != "no_sync"):
             engine.step()
         self._holds = not engine.was_step_applied()  # a skipped step leaves gradients in some places
@@ -228,7 +228,7 @@ def _refuse_step(*_: object, **__: object) -> None:
 
 
 def _owned(engine: Any) -> frozenset[Owned]:
-    """DeepSpeed's own optimizers check the gradient, skip what is not finite on all ranks, and keep the norm."""
+    """Returns `owns`: DeepSpeed's own optimizers check the gradient, skip it alike on all ranks, and keep the norm."""
     owned: set[Owned] = {"step", "clip", "sums", "stages", "dtype"}
     if engine.zero_optimization_stage() == 3:
         owned.add("parameters")
@@ -274,7 +274,7 @@ def _choose_form(engine: Any, sync: Sync, is_managed: bool) -> Form:
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     can_coalesce = private.can_coalesce(optimizer)
     if stage == 1 and getattr(optimizer, "overlap_comm", False):
-        # Its hooks send in each backward, which no_sync does not prevent.
+        # Its hooks send in each backward, even under no_sync.
         if not can_coalesce:
             raise ValueError(
                 'ZeRO stage 1 with "overlap_comm": true reduces within each backward, and this version of DeepSpeed '

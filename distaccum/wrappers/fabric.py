@@ -1,9 +1,9 @@
-"""Fabric and Lightning: what `fabric.setup` returned is unwrapped, and its scaler is used; so is the Trainer's.
+"""Fabric and Lightning: unwraps what `fabric.setup` returned, and uses the scaler of Fabric or of the Trainer.
 
-A strategy of Fabric's wraps the module in one of the other engines' wrappers, so that engine does the work. Autocast
-and casts of inputs stay in the wrapper's forward, which the caller calls. Optimizers are unwrapped: Fabric's own step
-goes through the precision plugin, which unscales and updates the scaler once per optimizer. The Trainer's does so too,
-and is left in its place where there is no scaler, since it calls hooks and counts steps.
+Fabric's strategies wrap the module in one of the other engines' wrappers, so that engine does the work. Autocast and
+casts of inputs stay in the wrapper's forward, which the caller calls. Optimizers are unwrapped, because Fabric's own
+step goes through the precision plugin, which unscales and updates the scaler once per optimizer. So does the Trainer's;
+but without a scaler its optimizer stays wrapped, because the wrapper calls hooks and counts steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import nn
 from ..adapter import Adapter, Prepared, RunBackward
 from .private import fabric as private
 
-# The classes whose own backward and step the library stands in for, by their packages' first names.
+# Packages and classes whose own backward and step the library can replace.
 PACKAGES = ("lightning_fabric", "lightning")
 KNOWN = ("Strategy", "Precision", "MixedPrecision", "FSDPPrecision", "DeepSpeedPrecision")
 
 
 @final
 class FromFabric(Adapter):
-    """Unwraps models, optimizers and scaler that Fabric or the Trainer made."""
+    """Unwraps the models, optimizers and scaler that Fabric or the Trainer made."""
 
     def unwrap(self, given: Prepared) -> None:
         models, optimizers = given.models, given.optimizers
@@ -50,7 +50,7 @@ class FromFabric(Adapter):
         return private.during_backward(self._modules[0], run_backward) if self._modules else run_backward
 
     def after_step(self, stepped: bool) -> None:
-        """Lets the Trainer count the step in `global_step`."""
+        """Tells Fabric's optimizers of the step, and makes the Trainer count it in `global_step`."""
         if stepped:
             for wrapper in self._stepped:
                 private.note_fabrics_step(wrapper)

@@ -1,7 +1,7 @@
 """FSDP1: FullyShardedDataParallel, under any sharding strategy, the root or only parts.
 
-Like FSDP2 it reads in backward whether to reduce, and each forward gathers parameters, so all ranks run the same number
-of forwards. Between reductions it adds gradients up in the dtype that it computes in (a warning says so).
+Like FSDP2 it reads in backward whether to reduce, and each forward gathers parameters, so all ranks run equally many
+forwards. Between reductions it adds gradients up in the dtype that it computes in (with a warning).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FSDPEngine(Engine):
             private.discard_gradient(handle)
 
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-        """Gradients of this rank, by the groups over which they are cut: not over replicas, which have the same."""
+        """This rank's gradients, by the groups over which they are cut; replicas, which have the same, do not count."""
         sharded = {id(p) for handle in self._handles if handle.uses_sharded_strategy for p in _managed(handle)}
         gradients = [(p.grad, id(p) in sharded) for p in parameters if p.grad is not None]
         over, whole = ([one for one, is_cut in gradients if is_cut is wanted] for wanted in (True, False))
@@ -123,7 +123,7 @@ def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> dist.ProcessGroup:
 
 
 def _adds_up_in(wrapper: Any) -> torch.dtype | None:
-    """The dtype in which it adds gradients up between reductions; None: it has none."""
+    """The dtype in which it adds gradients up between reductions; None if it has no gradients."""
     if not any(p.requires_grad for p in wrapper.parameters()):
         return None
     dtype: torch.dtype = wrapper.mixed_precision.param_dtype or next(wrapper.parameters()).dtype

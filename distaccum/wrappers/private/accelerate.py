@@ -6,10 +6,10 @@ from typing import Any
 
 
 def note_step(wrapper: Any, stepped: bool) -> None:
-    """Lets an AcceleratedOptimizer know of a step that it did not take itself.
+    """Tells an AcceleratedOptimizer about a step that it did not take itself.
 
-    `accelerator.optimizer_step_was_skipped` and Accelerate's schedules read `_is_overflow`; without it they repeat what
-    the wrapper's own last step was. A torch schedule made of the wrapper reads `_opt_called`, and warns without it.
+    `accelerator.optimizer_step_was_skipped` and Accelerate's schedules read `_is_overflow`; if it is missing, they go
+    by the wrapper's own last step. A torch schedule made from the wrapper reads `_opt_called`, and warns without it.
     """
     if hasattr(wrapper, "_is_overflow"):
         wrapper._is_overflow = not stepped

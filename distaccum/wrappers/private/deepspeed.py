@@ -1,7 +1,7 @@
 """Private names of DeepSpeed: it keeps gradients in buffers of its own, and no public call empties all of them.
 
-Undocumented names without an underscore, as `ipg_buckets`, are as little promised. A buffer whose name a version lacks
-is passed over: that version keeps nothing there.
+Undocumented names without an underscore, such as `ipg_buckets`, are no more stable. A buffer whose name a version lacks
+is skipped: that version keeps nothing there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def why_blind(optimizer: Any) -> str | None:
-    """Why a step takes a gradient that is not finite, with the cure; None if it skips such a one.
+    """The reason why a step would apply a non-finite gradient, with the cure; None if it skips such a gradient.
 
-    Stages 1 and 2 have two switches. Elsewhere the module uses `is_invalid_grad_norm`, in versions that look.
+    Stages 1 and 2 have two switches. In other stages, versions that check have `is_invalid_grad_norm` in the module.
     """
     looks = getattr(optimizer, "check_grad_overflow", None)
     if not looks and not hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm"):
@@ -28,12 +28,12 @@ def why_blind(optimizer: Any) -> str | None:
 
 
 def can_coalesce(optimizer: Any) -> bool:
-    """True if engine.coalesce_grad_reduction() (0.19.2) works with this optimizer, which only raises otherwise."""
+    """True if engine.coalesce_grad_reduction() (0.19.2) works with this optimizer; otherwise it would raise."""
     return hasattr(optimizer, "_coalesce_grad_reduction")
 
 
 def set_boundary(engine: Any, flag: bool | None) -> None:
-    """Says whether this backward ends a window; None, for which there is no public call, leaves it to the engine.
+    """Sets whether this backward ends a window; None, for which there is no public call, leaves it to the engine.
 
     An unmanaged engine refuses the public setter.
     """
@@ -41,21 +41,21 @@ def set_boundary(engine: Any, flag: bool | None) -> None:
 
 
 def kept_partitions(optimizer: Any) -> Iterator[Tensor]:
-    """Gradients that stages 2 and 3 keep from one step to the next.
+    """The gradients that stages 2 and 3 keep from one step to the next.
 
     A window overwrites only those that its first backward reaches; it adds to the others, or steps them as they are.
     """
     if (flat := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
         yield flat
-    yield from getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # these and the next where it offloads
+    yield from getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # these and the next if it offloads
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
         yield from (group.grad for group in getattr(optimizer, name, ()) if group.grad is not None)
 
 
 def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], *, sets_up: bool) -> None:
-    """Fills missing gradients with zeros: ranks reduce those that they have, and must have the same.
+    """Fills missing gradients with zeros, because a rank reduces those that it has, and all must have the same.
 
-    `sets_up`: buckets that backward makes are made, as a rank without a micro-batch has none.
+    `sets_up`: also makes the buckets that backward makes, which a rank without a micro-batch lacks.
     """
     marks = getattr(optimizer, "fp32_groups_has_gradients", None)
     if marks is not None:  # BF16_Optimizer reduces all of its gradients, and leaves unmarked ones out of the norm
@@ -63,7 +63,7 @@ def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], *, sets_up: b
         return
     if sets_up and hasattr(optimizer, "setup_buckets"):
         optimizer.setup_buckets()
-    # Where gradients add up in another dtype than that of the model.
+    # True if gradients add up in another dtype than the model's.
     is_apart = getattr(optimizer, "use_grad_accum_attribute", False)
     for parameter in parameters:
         if parameter.requires_grad and getattr(parameter, "grad_accum" if is_apart else "grad", None) is None:
@@ -73,12 +73,12 @@ def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], *, sets_up: b
 
 
 def discard_window(engine: Any, stage: int) -> None:
-    """Forgets the gradients of a window, and a backward that failed.
+    """Discards the gradients of a window, and the traces of a backward that failed.
 
-    `zero_grad` leaves the partitions of stages 2 and 3 and their buckets as they are.
+    `zero_grad` does not touch the partitions of stages 2 and 3, nor their buckets.
     """
     optimizer = engine.optimizer
-    torch.get_device_module(engine.device).synchronize()  # or a running reduction would write after the clearing
+    torch.get_device_module(engine.device).synchronize()  # otherwise a running reduction would write afterwards
     optimizer.zero_grad()
     if hasattr(optimizer, "reset_cpu_buffers"):
         optimizer.reset_cpu_buffers()  # norms of offloaded gradients, and whether one overflowed
@@ -106,7 +106,7 @@ def discard_window(engine: Any, stage: int) -> None:
 
 
 def is_reached(parameter: Tensor) -> bool:
-    """True if the running backward reaches `parameter`, as DeepSpeed itself asks; without the name, always true."""
+    """True if the running backward reaches `parameter`, as DeepSpeed itself tests it; true if the name is missing."""
     will_execute = getattr(torch._C, "_will_engine_execute_node", None)
     if will_execute is None:
         return True

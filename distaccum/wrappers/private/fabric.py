@@ -1,6 +1,6 @@
 """Private names of Fabric (lightning_fabric, or lightning.fabric) and of Lightning's optimizers, seen in 2.6.6.
 
-Fabric has no public name for the classes that `setup` returns, and none for what they hold.
+Fabric has no public names for the classes that `setup` returns, nor for what they hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRAINER = ("pytorch_lightning.core.optimizer", "lightning.pytorch.core.optimizer
 
 
 def wrapped_module(wrapper: Any) -> nn.Module:
-    """The module as the strategy wrapped it, such as a DistributedDataParallel; `wrapper.module` is the one in it."""
+    """The module as the strategy wrapped it, such as a DistributedDataParallel; `wrapper.module` is the one inside."""
     module: nn.Module = wrapper._forward_module
     return module
 
@@ -29,9 +29,9 @@ def strategy_of(wrapper: Any) -> Any:
 
 
 def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` as a backward of Fabric's own: without the flag, outputs of the module refuse any other.
+    """Makes `call` pass for Fabric's own backward, by a flag without which the module's outputs refuse any other.
 
-    In a version without the flag they refuse, with Fabric's words.
+    In a version without the flag they refuse, in Fabric's words.
     """
     home: Any = is_module(wrapper)
 
@@ -43,18 +43,18 @@ def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any
 
 
 def note_fabrics_step(wrapper: Any) -> None:
-    """Lets a torch schedule made of a _FabricOptimizer know of a step: it warns without `_opt_called`."""
+    """Tells a torch schedule made from a _FabricOptimizer about a step: it warns without `_opt_called`."""
     wrapper._opt_called = True
 
 
 def note_trainers_step(wrapper: Any) -> None:
-    """Lets the Trainer count a step that a LightningOptimizer did not take itself; without the names it does not."""
+    """Makes the Trainer count a step that its LightningOptimizer did not take; if the names are missing it does not."""
     for name in ("_on_before_step", "_on_after_step"):
         getattr(wrapper, name, lambda: None)()
 
 
 def _home_of(modules: tuple[str, ...], name: str, value: object) -> object | None:
-    """The loaded module whose class `name` the value is of; imports nothing."""
+    """The loaded module whose class `name` the value is an instance of; imports nothing."""
     for module in modules:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(value, kind):

@@ -1,4 +1,4 @@
-"""Private names of FSDP1, whose wrappers show neither their flat parameters nor whether they reduce."""
+"""Private names of FSDP1, whose wrappers expose neither their flat parameters nor whether they reduce."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ...private import require
 
 RUNTIME = "torch.distributed.fsdp._runtime_utils"
-KEPT_SHARD = "_saved_grad_shard"  # of a flat parameter: its reduced gradient, until a window's last backward
+KEPT_SHARD = "_saved_grad_shard"  # a flat parameter's reduced gradient, until a window's last backward
 
 
 def handles_of(wrappers: Sequence[Any]) -> list[Any]:
@@ -23,7 +23,7 @@ def handles_of(wrappers: Sequence[Any]) -> list[Any]:
 
 
 def reduces(wrapper: Any) -> bool:
-    """The flag of no_sync(), a context that only the root has, which may be outside of the models."""
+    """The flag of no_sync(), a context that only the root has; the root may lie outside the models."""
     return bool(wrapper._sync_gradients)
 
 
@@ -33,30 +33,30 @@ def set_reduces(wrappers: Sequence[Any], flags: Sequence[bool]) -> None:
 
 
 def flattened(handle: Any) -> list[Any]:
-    """The parameters that the flat one is made of, with use_orig_params=True; without the name, none."""
+    """The parameters that the flat one is made of, with use_orig_params=True; none if the name is missing."""
     return list(getattr(handle.flat_param, "_params", None) or [])
 
 
 def flattens_parts(handle: Any) -> bool:
-    """Returns whether it was cut from tensor-parallel parameters; without the name nobody can know."""
+    """Returns whether it was flattened from tensor-parallel parameters; False if the name is missing."""
     return any(cut is not None for cut in getattr(handle.flat_param, "_param_extensions", None) or ())
 
 
 def num_replicas(wrapper: Any) -> int:
-    """The number of ranks that hold the same shard, under a hybrid strategy; without the name, 1."""
+    """The number of ranks that hold the same shard, under a hybrid strategy; 1 if the name is missing."""
     replicas = getattr(wrapper, "_inter_node_pg", None)
     return 1 if replicas is None else dist.get_world_size(replicas)
 
 
 def free_gathered(wrapper: Any) -> None:
-    """Frees gathered parameters: an evaluation after the last backward leaves some, which a step makes out of date."""
+    """Frees gathered parameters: an evaluation after the last backward leaves some, which a step outdates."""
     handle = wrapper._handle
     if handle is not None and handle.uses_sharded_strategy and wrapper._is_root is not None:
         sys.modules[RUNTIME]._reshard(wrapper, handle, True)
 
 
 def discard_gradient(handle: Any) -> None:
-    """Forgets gradients that were not reduced, or reduced and not shown."""
+    """Discards gradients that were not reduced, or were reduced but are not shown yet."""
     handle.flat_param.grad = None
     if hasattr(handle.flat_param, KEPT_SHARD):
         delattr(handle.flat_param, KEPT_SHARD)
