@@ -1,12 +1,12 @@
-"""The simple gradient noise scale, from gradients that are there anyway.
+"""The simple gradient noise scale, from gradients that exist anyway.
 
-B = tr(S) / |G|^2, of the mean G and the covariance S of one sample's gradient: the batch at which noise and signal are
-alike (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). The gradient g of n samples has
+B = tr(S) / |G|^2, with the mean G and the covariance S of one sample's gradient, is the batch size at which noise
+equals signal (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). The gradient g of n samples has
 
     E|g|^2 = |G|^2 + tr(S) / n
 
-and a window has it for two n: the first micro-batch's on each rank, before ranks are added up, and its own. Two
-equations give |G|^2 and tr(S), each without bias. They are averaged over updates, and B is the ratio of the averages.
+and a window measures it for two n: in the first micro-batch on each rank, before ranks are added up, and as a whole.
+Two equations give |G|^2 and tr(S), without bias. They are averaged over updates, and B is the ratio of the averages.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..norms import widest
 from ..update import Update
 from ..window import Window
 
-KEPT = 0.99  # of the averages, at each update: about the last hundred count
+KEPT = 0.99  # of the averages, at each update: about the last hundred updates count
 Number = TypeVar("Number", float, Tensor)
 
 
 def split(small: Number, per_sample: Number, large: Number, total: float) -> tuple[Number, Number]:
-    """|G|^2 and tr(S), of |g|^2 of a micro-batch of `1 / per_sample` samples and of a window of `total`.
+    """|G|^2 and tr(S), from the |g|^2 of a micro-batch of `1 / per_sample` samples and of a window of `total`.
 
     >>> split(5.0, 1.0, 2.0, total=4)
     (1.0, 4.0)
@@ -42,22 +42,22 @@ def split(small: Number, per_sample: Number, large: Number, total: float) -> tup
 
 
 class Early:
-    """The norm of this rank's own gradient when a window's first micro-batch has gone backward."""
+    """The norm of this rank's own gradient after the backward of a window's first micro-batch."""
 
     def __init__(self, engine: Engine, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._engine, self._parameters = engine, parameters
         self._hooks: list[Any] = []
         self._norms: dict[int, Tensor] | None = None  # by leaf, taken within a backward that reduces
         self._has_begun = False
-        self.is_lost = False  # a part of it was reduced before all was there
+        self.is_lost = False  # part of it was reduced before it was complete
 
     def before_backward(self, reduces: bool) -> None:
-        """A reduction overwrites this rank's gradient, so each parameter's norm is taken when its gradient arrives."""
+        """Hooks the leaves of a reducing backward, to take each norm before the reduction overwrites the gradient."""
         self.is_lost = self.is_lost or self._norms is not None
         if reduces and not self.is_lost:
             self._norms = {}
             for leaf in self._leaves():
-                if self._has_begun:  # of other parts, which this backward need not reach
+                if self._has_begun:  # from earlier parts: this backward may not reach it
                     self._take(leaf)
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(self._take))
         self._has_begun = True
@@ -82,9 +82,9 @@ class Early:
 
 
 class Estimate:
-    """The averages up to an update. They are computed on the device when somebody asks, or at the next update.
+    """The averages up to an update, computed on the device when they are read, or at the next update.
 
-    An `Update` keeps it, so it knows of no model.
+    An `Update` keeps it, so it holds no reference to a model.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Estimate:
         total: float = 0.0,
         divisor: float = 1.0,
     ) -> None:
-        """`row` gives the sums of `numbers`; `norm` is the window's, `total` its count, `divisor` its gradient's."""
-        self._before = before  # sums of |G|^2, tr(S) and weights, in which older updates count less
+        """`row` returns the sums of `numbers`; `norm` is the window's, `total` its count, `divisor` its gradient's."""
+        self._before = before  # decaying sums of |G|^2, tr(S) and weights
         self._row, self._norm, self.total, self._divisor = row, norm, total, divisor
         self.norms: list[Tensor] = []  # small, per_sample and large, as in `split`
 
     @cached_property
     def sums(self) -> Tensor:
-        row, self._row = self._row(), lambda: None  # which held the update
+        row, self._row = self._row(), lambda: None  # it refers to the update
         if row is None:
             return self._before
         squares, per_sample, num = row.unbind()
@@ -111,14 +111,14 @@ class Estimate:
         small, per_sample, large = self.norms = [squares / num, per_sample / num, large / self._divisor**2]
         new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
         counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)  # else both gradients are one
-        before = self._before.to(row.device, row.dtype, non_blocking=True)  # of the host, where it was loaded
+        before = self._before.to(row.device, row.dtype, non_blocking=True)  # from the host, if it was loaded
         return torch.where(counts, KEPT * before + new, before)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Estimate, (self.sums.cpu(),)
 
     def read(self) -> float | None:
-        """The ratio of sums of the same weights, which is that of the averages."""
+        """The noise scale: the ratio of two sums with equal weights is that of the averages."""
         square, trace, weight = self.sums.tolist()
         if not weight:
             return None
@@ -131,7 +131,7 @@ class NoiseScale(Extension):
 
     key = "noise"
     in_contrast = False
-    _last: Estimate  # of the update before
+    _last: Estimate  # of the previous update
 
     def join(self, job: Job) -> None:
         engine, config = job.engine, job.config
@@ -150,15 +150,15 @@ class NoiseScale(Extension):
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
-        self._norm_follows = looks or "norm" in engine.owns or job.config.max_norm is not None  # the step gives it
+        self._norm_follows = looks or "norm" in engine.owns or job.config.max_norm is not None  # the step computes it
         self._reduction = next(iter(config.reductions.values()))
-        self._early: Early | None = None  # to the end of the first micro-batch
+        self._early: Early | None = None  # until the first micro-batch ends
         self._small: Tensor | None = None
         self._norm: Tensor | float | None = None
         self.load(None)
 
     def begin(self, window: Window) -> None:
-        # Alone, and in one micro-batch, the first gradient is the window's.
+        # On one rank with one micro-batch, the first gradient is the window's.
         is_alone = self._engine.peers.num_ranks == 1 and len(window) == 1
         self._early = Early(self._engine, self._parameters) if len(window) and not is_alone else None
         self._small = self._norm = None
@@ -183,13 +183,13 @@ class NoiseScale(Extension):
             )
             return
         (count, *_), (total, *_) = window.micros[0].counts, window.counts.values()
-        share = share_of(self._reduction, count, total, self._engine.divisor)  # which multiplied the loss
+        share = share_of(self._reduction, count, total, self._engine.divisor)  # the loss was multiplied by it
         norm = self._unscaled(early.norm()) / (share if self._reduction == "mean" else share * count)
-        # Of the mean over the micro-batch; filled, and not copied from the host, which would wait for the device.
+        # Of the mean over the micro-batch. Tensors are filled, not copied from the host, which would wait.
         self._small = torch.stack([norm.square(), norm.new_full((), 1 / count), norm.new_ones(())])
 
     def numbers(self, window: Window) -> Tensor | None:
-        """The rank's |g|^2 of a micro-batch, 1 / its count, and 1."""
+        """This rank's |g|^2 of a micro-batch, 1 / its count, and 1."""
         if self._engine.peers.num_ranks == 1 and self._small is None:
             return None  # nothing to compare
         if not self._norm_follows:

@@ -16,17 +16,17 @@ from ..window import Window
 
 @final
 class WideSums(Extension):
-    """Adds up gradients of narrower parameters in `dtype`, and rounds them once, before the reduction.
+    """Adds up gradients of narrower parameters in `dtype`, and rounds the sum once, before the reduction.
 
     Equivalent to, after each backward of a window::
 
         wide[p] += p.grad
         p.grad = None
 
-    and `p.grad = wide[p].to(p.dtype)` after the last. Hooks do it within backward, a parameter at a time, so that only
-    one gradient exists twice. Under DDP no backward reduces then, and the library averages the rounded sums.
+    and `p.grad = wide[p].to(p.dtype)` after the last. Hooks do it within backward, one parameter at a time, so that
+    only one gradient exists twice. Under DDP no backward reduces then, and the library averages the rounded sums.
 
-    FSDP and DeepSpeed add up by themselves, in the dtype that their policy or config says: there it is refused.
+    FSDP and DeepSpeed add gradients up themselves, in the dtype that their policy or config sets, and refuse it.
 
     Args:
         dtype: `torch.float32` or `torch.float64`.
@@ -36,9 +36,9 @@ class WideSums(Extension):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"WideSums({dtype!r}), expected torch.float32 or torch.float64")
         self._dtype = dtype
-        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of the window at work, by the parameter's id
+        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of the current window, by parameter id
         self._hooks: list[Any] = []
-        self._is_running = False  # a backward of the window
+        self._is_running = False  # a backward of the window is running
 
     def join(self, job: Job) -> None:
         engine = job.engine
@@ -59,7 +59,7 @@ class WideSums(Extension):
                 self._hooks.append(register(partial(self._take, wide)))
 
     def before_backward(self, window: Window, reduces: bool) -> None:
-        self._is_running = not reduces  # a static graph's first, in which DDP must see its gradients
+        self._is_running = not reduces  # in a static graph's first backward, DDP must see gradients
 
     def after_backward(self, window: Window) -> None:
         self._is_running = False

@@ -1,4 +1,4 @@
-"""Micro-batches by the cost of rows, which differ in length, and without the padding that all their rows have."""
+"""Micro-batches by the cost of rows of different lengths, without the padding that all their rows share."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from ..cutting import Count, Names, cut_batch, map_tensors, pick_rows
 from ..law import Once, whole_number
 
-Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each of its rows
+Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each row
 
 
 @dataclass(frozen=True)
 class ByCost:
-    """A `micro_batch_size` in what rows cost, where they differ in length: rows of alike cost go together.
+    """A `micro_batch_size` by cost, for rows of different lengths: rows of similar cost go together.
 
     In `windows()` each batch of the loader is an update, and is cut.
 
     Args:
-        most: The most that one forward on one rank may cost: a micro-batch costs its number of rows times the
-            costliest, which is what is computed with the padding. `"auto"` as for `micro_batch_size`.
-        cost: The cost of each row: `count_tokens`, or a callable that maps a batch to a number per row, or to one
-            number, and is then called with each row.
-        trim: A callable that gets each micro-batch and returns it without the padding that all its rows have.
+        most: The most that one forward on one rank may cost. A micro-batch costs its number of rows times the cost of
+            the costliest, because padding is computed too. `"auto"` works as for `micro_batch_size`.
+        cost: The cost of each row: `count_tokens`, or a callable that maps a batch to one number per row, or to one
+            number, in which case it is called with each row.
+        trim: A callable that takes each micro-batch and returns it without the padding that all its rows share.
     """
 
     most: int | Literal["auto"]
@@ -45,8 +45,8 @@ class ByCost:
     ) -> tuple[list[Any], list[int], list[int]]:
         """Cuts the `length` rows of a `batch`, but not its `whole` entries, into micro-batches within the `limit`.
 
-        They are at least `parts` where there are as many rows, and `in_order` if that is asked for. Returns them, their
-        numbers of rows and their costs.
+        Makes at least `parts` of them if there are as many rows; `in_order` keeps the rows in order. Returns the
+        micro-batches, their numbers of rows and their costs.
         """
         costs = _costs_of_rows(self.cost, batch, length, whole)
         largest = max(costs, default=0)
@@ -61,16 +61,16 @@ class ByCost:
 
 
 def group_by_cost(costs: Sequence[int], limit: int, *, in_order: bool = False) -> list[list[int]]:
-    """Rows in groups of at most `limit`; a row that costs more is alone.
+    """Groups rows up to a cost of `limit`; a row that costs more is alone.
 
-    Rows of alike cost go together, in the fewest groups, the costliest last; `in_order`, neighbours do, in more groups.
-    A group costs what it computes when its rows are padded: its number of rows times its costliest.
+    Rows of similar cost go together, in the fewest groups, the costliest last; with `in_order`, neighbours go together,
+    in more groups. A group costs what it computes with its rows padded: its number of rows times the costliest.
 
     >>> group_by_cost([3, 9, 2, 4], limit=9), group_by_cost([3, 9, 2, 4], limit=9, in_order=True)
     ([[2], [0, 3], [1]], [[0], [1], [2, 3]])
     """
     groups: list[list[int]] = []
-    most = 0  # of the last group's rows
+    most = 0  # of the costs in the last group
     for row in range(len(costs)) if in_order else sorted(range(len(costs)), key=lambda row: -costs[row]):
         most = max(most, costs[row])
         if groups and (len(groups[-1]) + 1) * most <= limit:
@@ -86,11 +86,11 @@ def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
 
 
 def _costs_of_rows(cost: Cost, batch: Any, length: int, whole: Names = ()) -> list[int]:
-    """The cost of each of `length` rows, in whole numbers."""
+    """The cost of each of `length` rows, as whole numbers."""
     found: Any = getattr(cost, "of_rows", cost)(batch)
     if isinstance(found, Tensor):
         found = found.tolist()
-    if not isinstance(found, Sequence):  # of the whole batch
+    if not isinstance(found, Sequence):  # one number for the whole batch
         found = [cost(row) for row in cut_batch(batch, [1] * length, length, whole)]
     if len(found) != length:
         raise ValueError(f"cost gave {len(found)} numbers for a batch of {length} rows, expected one for each, or one")
@@ -104,14 +104,14 @@ Batch = TypeVar("Batch")
 
 
 def trim_padding(mask: str = "attention_mask", *, multiple_of: int = 1) -> Callable[[Batch], Batch]:
-    """A function that cuts off the last columns, in which no row of a micro-batch has anything, for `ByCost(trim=)`.
+    """Makes a function for `ByCost(trim=)` that cuts off the last columns if they are padding in all rows.
 
     Every tensor of two or more dimensions whose first two are the mask's is cut, as a view: `input_ids`,
-    `attention_mask`, `labels` and what else there is. Columns on the left stay, since models number them from there.
+    `attention_mask`, `labels` and any other. Columns on the left stay, since models number positions from there.
 
     Args:
         mask: The key or attribute of the tensor that is 0 where there is padding, of shape (rows, columns).
-        multiple_of: Leaves as many columns as make a multiple of this, which some kernels like.
+        multiple_of: Rounds the number of columns up to a multiple of this, which suits some kernels.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Batches joined to one, the reverse of a cut."""
+"""Joins batches into one, the reverse of a cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = 
         first, are_cut = parts[0], [one.get(path) for one in cuts]
         if is_array(first) and all(are_cut):
             return torch.cat([one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in parts])
-        # Of one sample, a list may be one of rows, too.
+        # In a batch of one sample, the list may have been taken for columns.
         fit = zip(parts, lengths, are_cut, strict=True)
         if is_list(first) and any(are_cut) and all(is_it or length == 1 == len(part) for part, length, is_it in fit):
             return type(first)(itertools.chain.from_iterable(parts))

@@ -1,1 +1,1 @@
-"""Runs of a whole batch for the caller: update, contrast, check."""
+"""Calls that run a whole batch for the caller: update, contrast, check."""

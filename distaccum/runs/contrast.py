@@ -1,4 +1,4 @@
-"""Losses over pairs: representations without a graph, one loss over all of them, then each micro-batch's part of it."""
+"""Losses over pairs: representations without a graph, one loss over all of them, then a backward per micro-batch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .update import Agreement, refuse_closure, retry
 
 Encode = Callable[[Batch], Tensor | Sequence[Tensor]]
 PairsLoss = Callable[..., Tensor]
-# How far representations may be from those of the first time, in parts of the largest.
+# How far a second encoding may be from the first, relative to the largest element.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the windows' seeds
 
 
 def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, columns: Columns) -> Update:
-    """One update of a loss over all pairs of a batch."""
+    """Runs one update of a loss over all pairs of a batch."""
     job = planner.job
     refuse_closure(job.engine, "contrast")
     taking_part = [one for one in job.extensions if one.in_contrast]
@@ -48,11 +48,11 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
 @final
 @dataclass
 class Contrast:
-    """A loss over all representations of a window, carried back a micro-batch at a time.
+    """A loss over all representations of a window, backpropagated one micro-batch at a time.
 
-    Equivalent to `loss_fn(*encode(whole_batch)).backward()`, with all ranks' samples in the whole batch: by the chain
-    rule the gradient is the sum, over micro-batches, of their representations' own backward from the loss's gradient
-    at these representations. That gradient needs no graph of `encode`.
+    Equivalent to `loss_fn(*encode(whole_batch)).backward()`, where the whole batch has all ranks' samples. By the chain
+    rule, the gradient is a sum over micro-batches: each runs the backward of its own representations from the loss's
+    gradient with respect to them. That gradient needs no graph of `encode`.
     """
 
     job: Job
@@ -63,18 +63,18 @@ class Contrast:
         engine, scaler, models = self.job.engine, self.job.scaler, self.job.models
         window.begin()
         if window.plan.is_empty:
-            list(window)  # ends it
+            list(window)  # completes it
             return
         before = Snapshot(models)
         encoded = self._encode_all(window)
-        agreement.agree()  # what fails on one rank fails before this; the others wait in it
-        before.restore_buffers()  # they move when each micro-batch is encoded again
+        agreement.agree()  # a rank that fails does so before this, while the others wait in it
+        before.restore_buffers()  # encoding each micro-batch again updates them
         device = window.parameters[0].device
         everyone, start, seed = gather(engine.peers, encoded, device)
         after = random_state(random_devices(models))
         one = torch.ones((), device=device)
         scale = one if scaler is None else scaler.scale(one)
-        set_seed((seed + _GOLDEN * (window.index + 1)) % 2**63)  # the loss draws the same on all ranks
+        set_seed((seed + _GOLDEN * (window.index + 1)) % 2**63)  # so that the loss draws the same on all ranks
         try:
             loss, gradients, of_parameters = self._differentiate(everyone, scale, window)
         except Exception as error:
@@ -84,7 +84,7 @@ class Contrast:
             raise DistaccumError(
                 f"loss_fn does not fit into memory on all representations ({shapes}; {in_short(error)}); take a "
                 "smaller batch, or a loss that goes over its pairs in blocks"
-            ) from None  # a cause would say that smaller micro-batches help
+            ) from None  # with a cause, update() would try smaller micro-batches
         window.losses.of_pairs = loss, engine.divisor / engine.peers.num_ranks
         window.losses.largest = [
             (micro.number, one.detach().abs().max())
@@ -94,7 +94,7 @@ class Contrast:
         ]
         total = sum(window.plan.num_counted)
         carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
-        # That encode gives the same again costs a read on the host, so it is looked at in the first windows alone.
+        # Checking that encode returns the same again costs a read on the host, so only the first windows do it.
         verifies, differences = self.job.num_contrasts < PROOFS, list[Tensor]()
         set_random_state(before.random)
         for micro_batch in window:
@@ -112,7 +112,7 @@ class Contrast:
                 start = end
             del representations
         for parameter, gradient in of_parameters:
-            if hasattr(parameter, "to_local"):  # sharded, and used in the loss alone
+            if hasattr(parameter, "to_local"):  # sharded, and used only in the loss
                 whole = gradient * scale.to(gradient.dtype)
                 parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)
         set_random_state(after)
@@ -125,7 +125,7 @@ class Contrast:
         with torch.no_grad():
             encoded = [_tensors_of(self.encode(one.batch)) for one in (*window.micros, *stand_ins) if one is not None]
         del encoded[len(window) :]
-        torch.clear_autocast_cache()  # torch 2.9 would use the weights again that it cast without a graph
+        torch.clear_autocast_cache()  # torch 2.9 would reuse weights that it cast without a graph
         self.job.engine.show_parameters()
         _refuse_uneven(encoded, [length for one in window.micros for length in one.counts])
         return encoded
@@ -133,12 +133,12 @@ class Contrast:
     def _differentiate(
         self, representations: Sequence[Tensor], scale: Tensor, window: Window
     ) -> tuple[Tensor, list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
-        """The loss, and its gradient by representation and by parameter, which is left out where it has none."""
+        """The loss, and its gradients by representation and by parameter; parameters without one are left out."""
         with torch.enable_grad():
             loss = self.loss_fn(*representations)
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
-        value = loss.detach().clone()  # before a hook of backward's can change it in place
+        value = loss.detach().clone()  # before a backward hook can change it in place
         parameters = [p for p in window.parameters if p.requires_grad]
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
@@ -159,7 +159,7 @@ class Contrast:
 
 
 def _verify(peers: Peers, loss: Tensor, differences: Sequence[Tensor]) -> None:
-    """Raises, on all ranks, if they have other losses, or the second encoding gave other values."""
+    """Raises, on all ranks, if their losses differ, or the second encoding gave other values."""
     rows = peers.gather([max(map(float, differences), default=0.0), float(loss)])
     losses = [value for _, value in rows]
     if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
@@ -179,7 +179,7 @@ def _verify(peers: Peers, loss: Tensor, differences: Sequence[Tensor]) -> None:
 def _carried(
     representations: Sequence[Tensor], rows: Sequence[Tensor | None], of_parameters: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """A scalar whose backward is a micro-batch's part of the loss's; its value means nothing."""
+    """A scalar whose backward is a micro-batch's part of the loss's backward; its value means nothing."""
     pairs = [(one, g) for one, g in zip(representations, rows, strict=True) if g is not None and one.requires_grad]
     if not pairs:
         raise DistaccumError(
@@ -191,7 +191,7 @@ def _carried(
 
 
 def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[list[Tensor], int, int]:
-    """All ranks' representations, ready for a loss; where this rank's begin; a common seed."""
+    """All ranks' representations, ready for a loss; the row where this rank's begin; a common seed."""
     joined = [torch.cat(parts) for parts in zip(*encoded, strict=True)]
     kinds = [(one.dtype, tuple(one.shape[1:])) for one in joined]
     everyone = peers.gather_objects((kinds, len(joined[0]) if joined else 0, torch.initial_seed()))
@@ -206,7 +206,7 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
         columns[: len(one)] = one.reshape(len(one), math.prod(one.shape[1:])).view(torch.uint8)
     if peers.group is not None:
         of_ranks = rows.new_empty(peers.num_ranks * len(rows), rows.shape[1])
-        # Offloaded parameters leave numbers on the host, which the device's group cannot send.
+        # With offloaded parameters the rows are on the host, and the device's group cannot send them.
         group = peers.host_group if device.type == "cpu" else peers.group
         with in_contact():
             dist.all_gather_into_tensor(of_ranks, rows, group=group)
@@ -229,7 +229,7 @@ def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]
 
 
 def _refuse_others(loss: Tensor, known: set[int]) -> None:
-    """Refuses tensors that the loss depends on and that would silently get no gradient."""
+    """Raises if the loss depends on tensors that would silently get no gradient."""
     for of, variable in leaves([loss]).items():
         if of not in known:
             raise DistaccumError(
@@ -253,7 +253,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 
 def _differences(before: Sequence[Tensor], now: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The differences, in units of what is tolerated."""
+    """The differences, in units of the tolerance."""
     for one, other in zip(before, now, strict=True):
         if _has_gradient(one) and one.numel():
             largest = one.abs().max().nan_to_num(1.0, 1.0).clamp(min=torch.finfo(one.dtype).tiny)

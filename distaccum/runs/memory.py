@@ -1,4 +1,4 @@
-"""Recognises errors for want of memory, and frees what a failed attempt holds."""
+"""Recognises out-of-memory errors, and frees what a failed attempt holds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from ..law import DistaccumError
 
-# Of allocators and libraries that have no class of error for it.
+# From allocators and libraries without an error class of their own for it.
 MESSAGES = (
     "out of memory",  # CUDA, HIP, XPU, MPS
     "can't allocate memory",  # torch's allocator on the host
     "not enough memory",  # the same on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN gives where its workspace does not fit
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if its workspace does not fit
 )
 
 
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     is_short = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError)
-        and not isinstance(error, DistaccumError)  # which may quote one
+        and not isinstance(error, DistaccumError)  # one of ours may quote such an error
         and any(message in str(error) for message in MESSAGES)
     )
     cause = error.__cause__  # itself after `raise error from error`
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free() -> None:
-    """Frees cycles that hold tensors, and the cached blocks of a device."""
+    """Frees reference cycles that hold tensors, and the cached blocks of a device."""
     gc.collect()
     for name in ("cuda", "xpu", "mps"):
         module = getattr(torch, name, None)

@@ -1,4 +1,4 @@
-"""Several backwards in one micro-batch: a part each, or a head each over one trunk."""
+"""Several backwards in one micro-batch: one for each part, or for each head over a common trunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Outputs = TypeVar("Outputs")
 
 
 def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: str = "a part") -> Iterator[Item]:
-    """Yields `items`, one drawn ahead: the last one is known before its backward."""
+    """Yields `items`, drawing one ahead, so that the last one is known before its backward."""
     if window.has_more_parts:
         raise DistaccumError(
             f"{call} {window.where()} inside parts() or heads(), which give each backward a part of its own; go "
@@ -41,11 +41,11 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: st
 def each_head(
     window: Any, job: Job, start: Callable[[], bool], run: Callable[..., Any], outputs: Outputs, items: Iterable[Item]
 ) -> Iterator[tuple[Item, Outputs]]:
-    """Yields each item with `outputs` cut off from their trunk, whose backward comes last, by `start` and `run`."""
+    """Yields each item with `outputs` detached from their trunk, whose backward comes last, by `start` and `run`."""
     engine = job.engine
     if "step" in engine.owns:
         raise DistaccumError(f"heads() with {engine.name}, whose backward takes losses alone; add them up")
-    cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
+    cut: list[tuple[Tensor, Tensor]] = []  # pairs of the trunk's output and the copy that heads get
 
     def cut_off(output: Tensor) -> Tensor:
         if not output.requires_grad:
@@ -67,11 +67,11 @@ def each_head(
             yield part
             continue
         reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
-        if not reached and all(window.counts_here):  # else the term was left out
+        if not reached and all(window.counts_here):  # otherwise the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
         losses, seeds = [output for output, _ in reached], [gradient for _, gradient in reached]
         may_reduce = start()
-        if job.scaler is not None and not job.scales_seeds:  # what runs backward will scale them again
+        if job.scaler is not None and not job.scales_seeds:  # an adapter's backward scales them again
             seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in seeds]
         if engine.will_reduce(may_reduce):
             losses, seeds = map(list, engine.with_earlier(losses, seeds))

@@ -1,4 +1,4 @@
-"""Random numbers of torch, Python and numpy, as they are when a window begins."""
+"""Random number states of torch, Python and numpy, as they are when a window begins."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..law import Once
 
 @final
 class RandomNumbers:
-    """This rank's random numbers when a window begins: kept for a state, and put back from one."""
+    """This rank's random number state when a window begins: kept for a checkpoint, and put back from one."""
 
     def __init__(self, models: Sequence[nn.Module], once: Once) -> None:
         self._models, self._once = models, once
-        self.loaded: dict[str, Any] | None = None  # of a state, until a window begins
+        self.loaded: dict[str, Any] | None = None  # from a checkpoint, until a window begins
         self.at_start: dict[str, Any] = {}  # of the last window
         self._devices: list[torch.device] | None = None
 
     def begin(self) -> None:
-        """A window begins, before its first forward: its data are drawn, which may have drawn numbers too."""
+        """Called as a window begins, before its first forward; its data are drawn, which may have drawn numbers too."""
         self.put_back()
         if self._devices is None:  # looked up once: a large model has thousands of tensors
             self._devices = random_devices(self._models)
         self.at_start = random_state(self._devices, self.at_start)
 
     def put_back(self) -> None:
-        """Sets the numbers of a loaded state, once."""
+        """Sets the random numbers of a loaded state, once."""
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
@@ -48,20 +48,20 @@ class RandomNumbers:
         set_random_state({**loaded, "devices": dict(zip(devices, found.values(), strict=False))})
 
     def now(self) -> dict[str, Any]:
-        """The numbers that a window which began now would have."""
+        """The random numbers that a window would have if it began now."""
         return random_state(random_devices(self._models)) if self.loaded is None else self.loaded
 
 
 def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
-    """The devices that these models compute on and that have random numbers of their own."""
+    """The devices of these models that have random number generators of their own."""
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     return list({tensor.device: None for tensor in tensors if tensor.device.type in ("cuda", "xpu", "mps")})
 
 
 def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The state of torch on the host and on these devices, of `random`, and of numpy if it is loaded.
+    """The random state of torch on the host and these devices, of `random`, and of numpy if it is loaded.
 
-    `known` is an earlier one, of which numpy's is taken over where it has not changed.
+    `known` is an earlier state, whose part for numpy is reused if it has not changed.
     """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "devices": {}}
     for device in devices:
@@ -76,9 +76,9 @@ def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = Map
 
 
 def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal: int, _: float) -> bool:
-    """Tells whether numpy's numbers are still these, without `get_state`, which takes as long as 40 of torch's.
+    """Tells whether numpy's state is still this one, without `get_state`, which takes as long as 40 of torch's.
 
-    A second normal number that waits (`has_normal`) may be drawn without a trace in the memory that is compared.
+    If numpy holds a second normal number ready (`has_normal`), drawing it leaves no trace in the compared memory.
     """
     generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()  # from numpy 1.24 on
     if has_normal or type(generator).__name__ != kind or kind != "MT19937":
@@ -98,7 +98,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
-    """Raises if `set_random_state` could not set it."""
+    """Raises if `set_random_state` could not set this state."""
     before = random_state([])
     try:
         set_random_state({**state, "devices": {}})

@@ -1,4 +1,4 @@
-"""State: random numbers and positions of loaders, as a checkpoint of each rank holds them."""
+"""State: makes and loads a rank's checkpoint, with its random numbers and its loader's position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..planner import Planner
 from .randomness import check_random_state
 from .sizes import fit_of
 
-Own = tuple[dict[str, Any] | None, Position | None]  # of a rank: its random numbers, and its loader's position
+Own = tuple[dict[str, Any] | None, Position | None]  # a rank's random numbers, and its loader's position
 OF_STATE = "; give what state_dict() gave, of this version"
 
 
@@ -40,7 +40,7 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
 
 
 def load_state(state: Mapping[str, Any], planner: Planner) -> None:
-    """Resumes from the state; everything is read before anything is set."""
+    """Resumes from the state; reads everything before it sets anything."""
     job = planner.job
     if planner.window is not None and planner.window.stage in OPEN:
         raise DistaccumError(
@@ -75,12 +75,12 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
 
 
 def _world_size(job: Job) -> int:
-    """The number of ranks of the whole job, tensor-parallel ranks too."""
+    """The number of ranks in the whole job, including tensor-parallel ranks."""
     return 1 if job.engine.peers.group is None else dist.get_world_size()
 
 
 def _part_of(planner: Planner) -> Own:
-    """This rank's random numbers and its loader's position: of the start of the window at work, or of now."""
+    """This rank's random numbers and its loader's position: at the start of an open window, or now."""
     job, window, feed = planner.job, planner.window, planner.feed
     if window is not None and window.stage is Stage.COMPLETE and not job.steps:
         raise DistaccumError(
@@ -95,16 +95,16 @@ def _part_of(planner: Planner) -> Own:
 
 
 def _pack_part(own: Own) -> bytes:
-    """One value, which checkpoints of any kind hold as it is.
+    """Packs a rank's part into one value, which checkpoints of any kind store unchanged.
 
-    `torch.distributed.checkpoint` loads what a fresh state shows already, and a fresh one cannot show what it knows
-    nothing of.
+    `torch.distributed.checkpoint` loads only entries that a fresh state also has, and a fresh state cannot have entries
+    that are not known yet.
     """
     random, position = own
     box = io.BytesIO()
     try:
         torch.save({"random": random, "loader": position}, box)
-        if position is not None:  # now, and not in the job that wants to go on with it
+        if position is not None:  # fail now, not in the job that wants to resume
             torch.load(io.BytesIO(box.getvalue()), weights_only=True)
     except Exception as error:
         held = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -124,7 +124,7 @@ def _unpack_part(packed: bytes) -> Own:
         random, loader = box["random"], box["loader"]
         check_random_state(random)
     except Exception as error:
-        # torch's own text tells to load it without weights_only, which runs what is in it.
+        # torch's own text advises loading without weights_only, which would run code in the file.
         raise ValueError(
             f"the part of this rank in the state cannot be read ({type(error).__name__}): it is cut off, or of another "
             "program or version; take another checkpoint"
@@ -157,7 +157,7 @@ def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
 
 
 def _refuse_broken_scaler(state: Mapping[str, Any], scaler: GradScaler) -> None:
-    """Raises where the state lacks numbers; GradScaler itself would load a part of it first."""
+    """Raises if the state lacks numbers; GradScaler itself would first load part of it."""
     for name in scaler.state_dict():
         if not isinstance(state.get(name), Real):
             raise ValueError(

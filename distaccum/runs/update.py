@@ -1,4 +1,4 @@
-"""update(): a window run for the caller; undone on all ranks where it fails, and run again where that may help."""
+"""update(): runs a window for the caller; if it fails, undoes it on all ranks, and runs it again if that may help."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OK, OUT_OF_MEMORY, FAILED = range(3)  # votes of a rank
 
 
 class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
-    """Another rank failed; its argument are the votes of all."""
+    """Another rank failed; the argument is the list of all votes."""
 
 
 @final
 class Agreement(Extension):
-    """Ranks agree that none has failed, before any of them reduces."""
+    """Makes ranks agree that none has failed before any of them reduces."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -51,7 +51,7 @@ class Agreement(Extension):
         self.before_backward(window, not self._engine.will_reduce(True))
 
     def agree(self) -> None:
-        """Raises where another rank has failed; this one waits for the votes of all."""
+        """Waits for the votes of all ranks; raises if another one has failed."""
         if any(votes := self.vote(OK)):
             raise FailedElsewhere(votes)
 
@@ -74,7 +74,7 @@ def refuse_closure(engine: Engine, call: str) -> None:
     """Raises if `call`, which takes a function of the caller, cannot run it."""
     if engine.pipeline is not None:
         engine.pipeline.refuse_closure(call)
-    if call != "update" and engine.peers.has_parts:  # it needs no samples in whole
+    if call != "update" and engine.peers.has_parts:  # update() needs no whole samples
         raise DistaccumError(
             f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
             "on a model whose ranks have samples of their own"
@@ -82,7 +82,7 @@ def refuse_closure(engine: Engine, call: str) -> None:
 
 
 def update(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
-    """One update of a batch that is cut."""
+    """Runs one update of a batch, which it cuts."""
     refuse_closure(planner.job.engine, "update")
     draw = cut_up(batch, planner.job, columns)
     return retry(planner, planner.job.extensions, draw, LOOP, lambda window, _: run_all(window, loss_fn))
@@ -95,7 +95,7 @@ def retry(
     manner: Manner,
     run: Callable[[Window, Agreement], None],
 ) -> Update:
-    """Runs a window and steps it; where that failed for want of memory, again with smaller micro-batches."""
+    """Runs a window and steps it; if it runs out of memory, tries again with smaller micro-batches."""
     planner.make_way()
     job = planner.job
     job.random.put_back()  # now, so that a second attempt has the same numbers
@@ -111,9 +111,9 @@ def retry(
             update = window.step()
         except BaseException as error:
             window.discard()
-            if window.stage is not Stage.STEPPED:  # else the weights have moved
+            if window.stage is not Stage.STEPPED:  # otherwise the weights have moved
                 snapshot.restore()
-            # A step raises on all ranks alike, or where none waits to hear of it.
+            # A step raises on all ranks alike, or where no other rank waits for this one.
             if has_run or not isinstance(error, Exception) or isinstance(error, NonfiniteError | LostRanksError):
                 raise
             _settle(planner, window, agreement, error)
@@ -125,14 +125,14 @@ def retry(
 
 
 def _settle(planner: Planner, window: Window, agreement: Agreement, error: Exception) -> None:
-    """Ranks exchange their failures; returns where a smaller micro-batch may fit."""
+    """Exchanges failures between the ranks; returns if a smaller micro-batch may fit, and raises otherwise."""
     peers, largest = planner.job.engine.peers, window.plan.largest
     is_own, is_short = not isinstance(error, FailedElsewhere), is_out_of_memory(error)
     why = in_short(error) if is_own and not is_short else ""
     try:
         if why:
             if agreement.is_reducing and peers.num_ranks > 1:
-                raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
+                raise error  # the others are out of reach in the reduction, or have failed in the same way
             peers.tell(error)
         try:
             votes = agreement.vote(OUT_OF_MEMORY if is_short else FAILED) if is_own else error.args[0]
@@ -156,4 +156,4 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
                 "stepped. Use a smaller model or sample, activation checkpointing, or a lower precision"
             )
     finally:
-        del error  # or its traceback would keep the failed forward, and itself
+        del error  # otherwise its traceback would keep itself and the failed forward alive

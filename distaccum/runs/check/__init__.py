@@ -1,1 +1,1 @@
-"""check(): the one big batch against the accumulated one, and why they differ."""
+"""check(): compares the big batch with the accumulated one, and explains a difference."""

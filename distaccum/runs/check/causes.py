@@ -1,4 +1,4 @@
-"""Why the accumulated gradient is not the big batch's, as far as types of layers and the loss's parts tell."""
+"""Finds why the accumulated gradient is not the big batch's, from the types of layers and the losses of parts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDro
 
 
 def causes_of(comparison: Comparison) -> tuple[list[str], float | None]:
-    """The causes that are found; the modules that are named are left in eval mode, where other causes show.
+    """The causes that are found; leaves the modules that they name in eval mode, so that other causes show.
 
-    The number is the error that is left with dropout layers in eval mode, where that is rounding and they are torch's
-    own: then they alone made the gradients differ. Else None.
+    The number is the error with dropout layers in eval mode, if it is rounding and these layers are torch's own: then
+    they alone made the gradients differ. Otherwise None.
     """
     found = []
     only_dropout = False
@@ -61,13 +61,13 @@ def causes_of(comparison: Comparison) -> tuple[list[str], float | None]:
 
 
 def _differs(comparison: Comparison) -> bool:
-    """Returns whether a second call on the whole batch gives another gradient, as random numbers go on."""
+    """Returns whether a second call on the whole batch, with later random numbers, gives another gradient."""
     name, batch = next(iter(comparison.reductions)), comparison.batch
     return comparison.differ(comparison.bare(name, batch), comparison.bare(name, batch, restore=False))
 
 
 def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
-    """Why the loss of this name is not the declared sum of its parts' losses; None where it is."""
+    """The reason why the loss of this name is not the declared sum of its parts' losses; None if it is."""
     batch, reduction, sizes = comparison.batch, comparison.reductions[name], uneven_sizes(comparison.length)
     parts = list(cut_batch(batch, sizes, comparison.length, comparison.whole))
     counts = [comparison.count(name, part, size) for part, size in zip(parts, sizes, strict=True)]
@@ -79,7 +79,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
     exact = comparison.bare(name, batch)
 
     def fits(numbers: Sequence[float], *, is_sum: bool = False) -> bool:
-        """Returns whether the whole is the mean of its parts by these numbers, or the sum of those with a number."""
+        """Returns whether the whole is its parts' mean weighted by `numbers`, or the sum of those with a number."""
         used = [(part, number) for part, number in zip(measured, numbers, strict=True) if number]
         weights = [1.0 if is_sum else number / sum(numbers) for _, number in used]
         if not used:
@@ -113,7 +113,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
 
 
 def _denominators(parts: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[str, str, list[float]]]:
-    """Lists what a criterion may average over, with the cure and the number in each part."""
+    """Yields what a criterion may average over, with the cure and the number in each part."""
     yield "samples", "leave count at count_samples", [float(size) for size in sizes]
     for column in zip(*map(tensors_in, parts), strict=True):
         where, first = column[0]
@@ -132,12 +132,12 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Returns whether its forward is torch's: another may do more in training mode than drop."""
+    """Returns whether the module's forward is torch's: another may do more in training mode than drop."""
     return type(module).__module__.startswith("torch.")
 
 
 def _into_eval(found: Sequence[tuple[str, nn.Module]]) -> str:
-    """Puts modules into eval mode; returns their names and classes, as "drop (Dropout)"."""
+    """Puts modules into eval mode; returns their names and classes, such as "drop (Dropout)"."""
     for _, module in found:
         module.eval()
     kinds = ", ".join(dict.fromkeys(type(module).__name__ for _, module in found))

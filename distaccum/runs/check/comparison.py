@@ -1,4 +1,4 @@
-"""The two gradients of a batch, at once and accumulated, on one model; and the error between them."""
+"""Computes a batch's gradient at once and accumulated, on one model, and the error between the two."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ...planner import Planner
 from ..snapshot import Snapshot
 from ..update import LossFn, run_all
 
-# The largest error that rounding explains, by dtype; any other is half precision.
+# The largest error that rounding explains, by dtype; other dtypes are half precision.
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
 BOUND_OF_HALF = 5e-2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A gradient by parameter, of which this has the rank's part; and the loss."""
+    """This rank's part of a gradient, by parameter, and the loss."""
 
-    gradients: list[Tensor]  # a number of 0 where a parameter has none
+    gradients: list[Tensor]  # a scalar 0 if a parameter has none
     loss: float
     kept: tuple[int, ...]  # micro-batches, by rank
 
@@ -50,15 +50,15 @@ class Comparison:
         self._trial, self._loss_fn, self._columns, self._own = trial, loss_fn, columns, batch
         self.batch, self.length = self._of_all_ranks()
         self.kept: tuple[int, ...] = ()  # micro-batches, by rank
-        self.is_finite = True  # the accumulated loss, as the whole batch's is
+        self.is_finite = True  # whether the accumulated loss is finite; the whole batch's is
         self.notes: list[str] = []
         self.dtype = min({p.dtype for p in self.parameters}, key=_bits)
-        self.narrowest = self.dtype  # of what backward computes with; many models take a softmax or a norm in float32
+        self.narrowest = self.dtype  # dtype in backward; many models take a softmax or a norm in float32
         self._cast: Callable[[Any], Any] = lambda batch: batch
         self.modules = list({id(m): (n, m) for model in self.models for n, m in model.named_modules()}.values())
 
     def _of_all_ranks(self) -> tuple[Any, int]:
-        """The batch of all ranks, on each of them, and its length."""
+        """The batch of all ranks, joined on each of them, and its length."""
         failed, length, peers = None, 0, self.engine.peers
         try:
             if not self.parameters:
@@ -67,7 +67,7 @@ class Comparison:
                     "trained (requires_grad_(True))"
                 )
             length = self._columns.length_of(self._own)
-        except Exception as error:  # the others wait in the gathering below, and hear of it there
+        except Exception as error:  # the others wait in the gathering below, which tells them
             failed = error
             peers.tell(error)
         own = self._own if peers.num_ranks == 1 else map_tensors(self._own, Tensor.cpu)
@@ -83,20 +83,20 @@ class Comparison:
 
     def count(self, name: str, batch: Any, length: int) -> float:
         count = self._trial.job.config.counts[name]
-        return length if count is count_samples else float(count(batch))  # the length may be one that was given
+        return length if count is count_samples else float(count(batch))  # the caller may have given the length
 
     def bound(self) -> float:
         return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
 
     def agrees(self, errors: Sequence[tuple[float, float]]) -> bool:
-        """Returns whether rounding explains what `compare` gave."""
+        """Returns whether rounding explains the errors that `compare` returned."""
         return max(error for _, error in errors) <= self.bound() and self.is_finite
 
     def differ(self, one: Measured, other: Measured) -> bool:
         return max(error for _, error in self._errors(one, other)) > self.bound()
 
     def compare(self) -> list[tuple[float, float]]:
-        """By parameter, the norm of the big batch's gradient and the relative error of the accumulated one."""
+        """Computes, by parameter, the norm of the big batch's gradient and the accumulated one's relative error."""
         exact = self._big_batch()
         is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
         if any(bad for (bad,) in self.engine.peers.gather([float(is_bad)])):
@@ -106,11 +106,11 @@ class Comparison:
             )
         normalises = any(isinstance(module, KINDS) and module.training for _, module in self.modules)
         length = self._columns.length_of(self._own)
-        sizes = uneven_sizes(length, least=2 if normalises else 1)  # it fails with one sample
+        sizes = uneven_sizes(length, least=2 if normalises else 1)  # one sample is too few for it
         parts = list(cut_batch(self._own, sizes, length, self.whole)) if sizes else []
         as_cut = self._measured(cut_up(self._own, self._trial.job, self._columns, parts=2))
-        uneven = self._measured(lambda _: Batches(parts, sizes))  # which shows a wrong count
-        self.kept, self.is_finite = as_cut.kept, math.isfinite(as_cut.loss + uneven.loss)  # on all ranks alike
+        uneven = self._measured(lambda _: Batches(parts, sizes))  # uneven parts show a wrong count
+        self.kept, self.is_finite = as_cut.kept, math.isfinite(as_cut.loss + uneven.loss)  # the same on all ranks
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 
@@ -123,7 +123,7 @@ class Comparison:
         return weighted_sum([self.bare(name, self.batch) for name in counted], weights)
 
     def bare(self, name: str, batch: Any, *, restore: bool = True) -> Measured:
-        """The gradient of one call of the criterion of this name, unweighted."""
+        """The unweighted gradient of one call of the criterion of this name."""
         return self._measured(lambda _: Batches([batch], [1]), name, restore=restore)
 
     def _loss_of(self, batch: Any, name: str | None) -> Any:
@@ -142,8 +142,8 @@ class Comparison:
         return tensor
 
     def _measured(self, draw: Make, name: str | None = None, *, restore: bool = True) -> Measured:
-        """The gradient and the loss of a window that is not stepped; of a `name`, bare, where all ranks have the same
-        micro-batch.
+        """The gradient and loss of a window that is not stepped. With a `name`: of that loss alone, unweighted, and all
+        ranks have the same micro-batch.
         """
         if restore:
             self.before.restore()
@@ -162,14 +162,14 @@ class Comparison:
             window.discard()
 
     def _errors(self, seen: Measured, exact: Measured) -> list[tuple[float, float]]:
-        """By parameter, the norm and the error relative to it, or to sqrt(eps) of the whole gradient's norm if that is
-        larger: below it rounding dominates.
+        """For each parameter, the norm, and the error relative to it, or to sqrt(eps) times the whole gradient's norm
+        if that is larger: below it rounding dominates.
         """
         pairs = zip(seen.gradients, exact.gradients, strict=True)
         rows = self.engine.peers.gather([_square(each) for one, other in pairs for each in (one - other, other)])
         sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
         floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.hypot(*sums[1::2])
-        # Shards add up; a gradient that each rank has whole was added up once per rank.
+        # Shards add up; a gradient that every rank has whole was counted once per rank.
         copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
         found = []
         for apart, norm in zip(sums[0::2], sums[1::2], strict=True):
@@ -179,9 +179,9 @@ class Comparison:
 
     @contextmanager
     def in_float64(self) -> Iterator[Comparison]:
-        """This comparison with the model cast in place, if it is plain and the loss runs in float64; else itself.
+        """Yields this comparison with the model cast in place if it is plain and the loss runs in float64, else itself.
 
-        The model is put back bit for bit.
+        The model is restored bit for bit.
         """
         if "dtype" in self.engine.owns or self.dtype == torch.float64:
             yield self
@@ -209,7 +209,7 @@ class Comparison:
 
 
 def uneven_sizes(length: int, least: int = 1) -> list[int]:
-    """The sizes of parts that grow from `least` by one, so that hardly any wrong count is in proportion to them.
+    """Sizes of parts, growing by one from `least`, so that hardly any wrong count is proportional to them.
 
     >>> uneven_sizes(9)
     [1, 2, 3, 3]

@@ -1,4 +1,4 @@
-"""check(): the one big batch against the accumulated one, on the user's own model, and why they differ."""
+"""check(): compares the big batch with the accumulated one on the user's own model, and reports why they differ."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Difference:
     Attributes:
         name (str): The parameter's name in the model.
         norm (float): The L2 norm of the big batch's gradient.
-        error (float): The relative error of the accumulated one, in the parameter's dtype.
-        error64 (float | None): The same in float64; None where the model cannot be cast.
+        error (float): The relative error of the accumulated gradient, in the parameter's dtype.
+        error64 (float | None): That error in float64; None if the model cannot be cast.
     """
 
     name: str
@@ -39,21 +39,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `Accumulator.check`; printed, a table with the worst parameters first, the causes and their cures.
+    """The result of `Accumulator.check`. Printed, it is a table, worst parameters first, with causes and their cures.
 
     Attributes:
         equivalent (bool): Whether the gradients differ by no more than rounding.
-        worst (float): The largest relative error of a parameter, in float64 where that was possible.
+        worst (float): The largest relative error of a parameter, in float64 if that was possible.
         causes (tuple[str, ...]): Why they differ, each beginning with its kind: "batchnorm: ...", "dropout: ...",
             "random: ...", "count: ...", "reduction: ...", "loss: ..." or "unknown: ...".
         parameters (tuple[Difference, ...]): Each parameter's difference, the worst first.
-        dtype (str): The dtype that `worst` was found in, such as "float64".
+        dtype (str): The dtype in which `worst` was found, such as "float64".
         bound (float): The relative error up to which a difference counts as rounding.
         samples (int): Samples of the big batch, over all ranks.
         micro_batches (tuple[int, ...]): Micro-batches by rank.
-        notes (tuple[str, ...]): Why it was not compared in float64, or the bound is wider than that dtype's.
-        without_dropout (float | None): The largest error with dropout layers in eval mode, where they alone make the
-            gradients differ; else None.
+        notes (tuple[str, ...]): Why float64 was not used, or why the bound is wider than that of `dtype`.
+        without_dropout (float | None): The largest error with dropout layers in eval mode, if they alone make the
+            gradients differ; otherwise None.
     """
 
     equivalent: bool
@@ -90,7 +90,7 @@ class Report:
 
 
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
-    """The report; gradients, buffers, modes, random numbers and warnings that were given are as they were before."""
+    """Makes the report; puts back gradients, buffers, modes, random numbers, and which warnings were given."""
     planner.make_way()
     job, engine = planner.job, planner.job.engine
     refuse_closure(engine, "check")
@@ -99,7 +99,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
             f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
         )
     every, warned = job.parameters(), set(job.once.keys)
-    trial = copy.copy(job)  # of the same models, whose windows have no extensions, judge nothing, and count apart
+    trial = copy.copy(job)  # a job whose windows have no extensions, judge nothing, and count separately
     trial.begin_anew()
     trial.random, trial.fit, trial.substitute = None, job.fit, job.substitute
     trial.hooks, trial.config = hooks_of(()), replace(job.config, on_nonfinite="ignore")
