@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, as `| head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would say so as it ends
-        return 128 + signal.SIGPIPE  # as of a program that the signal ends
+    except BrokenPipeError:  # the reader, such as `| head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python complains as it exits
+        return 128 + signal.SIGPIPE  # as if the signal had ended the program
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -65,7 +65,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_audit(commands)
     _add_doctor(commands)
     words = [*(sys.argv[1:] if arguments is None else arguments)]
-    launcher = [word for word in words[:1] if word.startswith("--local_rank=")]  # by deepspeed, for the program
+    launcher = [word for word in words[:1] if word.startswith("--local_rank=")]  # deepspeed adds it, for the program
     given = parser.parse_args(words[len(launcher) :], argparse.Namespace(launcher=launcher))
     if given.command is None:
         parser.print_help()
@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
 def _command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, epilog: str, **json: Any
 ) -> Any:
-    """The parser of a subcommand, with the options of all; `json`: what its option --json is, if it is no flag."""
+    """The parser of a subcommand, with the common options; `json`: how to declare --json if it is not a flag."""
     raw, description = argparse.RawDescriptionHelpFormatter, f"{about[0].upper()}{about[1:]}."
     parser = commands.add_parser(name, formatter_class=raw, help=about, description=description, epilog=epilog)
     parser.add_argument("--json", **json or {"action": "store_true", "help": "print the whole result as JSON"})
@@ -128,7 +128,7 @@ def _check(given: argparse.Namespace) -> int:
         options["micro_batch_size"] = max(1, Columns(**said).length_of(batch) // 3)
     report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn, **said)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if dist.is_initialized():  # a thread of gloo's may abort the process when Python ends: no group may live then
+    if dist.is_initialized():  # a gloo thread may abort the process at exit, so no group may be alive then
         del model, batch, loss_fn, options
         gc.collect()
         dist.barrier()
@@ -139,11 +139,11 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _made_by(factory: str, *, on_meta: bool = False) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Model, batch, loss_fn, and the Accumulator's options."""
+    """Calls the factory; returns model, batch, loss_fn, and the Accumulator's options."""
     module, _, name = factory.rpartition(":")
     if not module or not name:
         raise ValueError(f"{factory!r}, expected MODULE:FACTORY, such as my_training:setup or train.py:setup")
-    path = Path(module)  # of a file, or a name that is found from here, as with `python -m`
+    path = Path(module)  # a file, or a module name found from here, as with `python -m`
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
     found = getattr(importlib.import_module(path.stem if is_file else module), name, None)
@@ -151,7 +151,7 @@ def _made_by(factory: str, *, on_meta: bool = False) -> tuple[Any, Any, Any, dic
         raise ValueError(f"{module} has no function {name}")
     import torch
 
-    with redirect_stdout(sys.stderr), torch.device("meta") if on_meta else nullcontext():  # stdout is the report's
+    with redirect_stdout(sys.stderr), torch.device("meta") if on_meta else nullcontext():  # stdout is for the report
         made = found()
     if isinstance(made, tuple) and len(made) == 3:
         made = dict(zip(("model", "batch", "loss_fn"), made, strict=True))
@@ -274,10 +274,10 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(given: argparse.Namespace) -> int:
     if not given.timeout > 0:
         raise ValueError(f"--timeout {given.timeout:g}, expected seconds above 0")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch would log stacks of C++ beside the one line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # otherwise torch logs C++ stacks beside the one line
     from .doctor import examine
 
-    with redirect_stdout(sys.stderr):  # the report alone goes to stdout
+    with redirect_stdout(sys.stderr):  # only the report goes to stdout
         found = examine(timeout=given.timeout, all_engines=given.all)
     if found.rank == 0:
         print(json.dumps(found.as_dict(), indent=2) if given.json else found)

@@ -1,4 +1,4 @@
-"""`distaccum doctor`: what this machine, environment and job can run, found by looking and by a trial per engine."""
+"""`distaccum doctor`: finds out what this machine, environment and job can run, with a trial of each engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .terminal import fitted
 
 OPTIONAL = ("accelerate", "deepspeed")  # packages of engines
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-TOLERANCE = 1e-4  # relative, of a gradient's norm in float32
+TOLERANCE = 1e-4  # relative tolerance for a gradient's norm in float32
 State = Literal["ok", "absent", "wrong"]
 
 
@@ -96,9 +96,9 @@ def _versions() -> dict[str, str]:
 
 
 def examine_launcher(environment: Mapping[str, str]) -> Finding:
-    """The variables that a launcher sets, or a launcher that sets none that torch reads."""
+    """Reports the variables that a launcher set, or a launcher that sets none that torch reads."""
     shown = ", ".join(f"{name}={environment[name]}" for name in VARIABLES if name in environment)
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set before srun, too
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set even before srun
         if "RANK" not in environment and environment.get(name, "1") != "1":
             seen = f"{name}={environment[name]} and no RANK: each of these processes would train alone"
             return Finding("launcher", "variables", f"{seen}; let each node's task start torchrun", "wrong")
@@ -109,7 +109,7 @@ class Launched:
     """The ranks of the job, in a process group."""
 
     def __init__(self, timeout: float, kind: str) -> None:
-        """`kind`: of this process's devices."""
+        """Joins the process group; `kind`: the type of this process's devices."""
         places = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
         self.rank, self.world, local_rank = (int(os.environ.get(name, one)) for name, one in places)
         backend = dist.get_default_backend_for_device(kind)
@@ -124,7 +124,7 @@ class Launched:
             options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # public
         try:
             dist.init_process_group("cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend}", **options)
-            # A rank that failed waits here for those in its trial, who wait for it there, and to connect before that.
+            # A rank that failed in a trial waits here until the others' trial times out; connecting takes time too.
             self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=3 * timeout))
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -139,7 +139,7 @@ class Launched:
             torch.accelerator.set_device_index(local_rank)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order."""
+        """The values of all ranks, in order."""
         every: list[Any] = [None] * self.world
         try:
             dist.all_gather_object(every, value, group=self._control)
@@ -148,7 +148,7 @@ class Launched:
         return every
 
     def differences(self) -> Iterator[Finding]:
-        """Findings about the ranks, where there are several."""
+        """Findings about differences between the ranks, if there are several."""
         if self.world == 1:
             return
         hosts = ", ".join(f"{number} on {host}" for host, number in Counter(one["host"] for one in self.ranks).items())
@@ -164,7 +164,7 @@ class Launched:
 
 
 def _with_sgd(model: Any) -> tuple[Any, ...]:
-    return model, SGD(model.parameters(), lr=0.0)  # a trial leaves the weights to the next
+    return model, SGD(model.parameters(), lr=0.0)  # a trial leaves the weights unchanged for the next
 
 
 def _fsdp1(net: nn.Linear) -> tuple[Any, ...]:
@@ -176,11 +176,11 @@ def _fsdp2(net: nn.Linear) -> tuple[Any, ...]:
 
 
 def _zero2(net: nn.Linear) -> tuple[Any, ...]:
-    """DeepSpeed's engine. The variables that it needs are unset again: Accelerate would take them for a launcher's."""
+    """Makes DeepSpeed's engine; unsets the variables that it needs, or Accelerate would take them for a launcher's."""
     kind, found = net.weight.device.type, dict(os.environ)
     try:
         os.environ.setdefault("LOCAL_RANK", "0")
-        if kind == "cpu":  # else it looks for a GPU
+        if kind == "cpu":  # otherwise it looks for a GPU
             world = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
             os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": world})
         import deepspeed
@@ -190,7 +190,7 @@ def _zero2(net: nn.Linear) -> tuple[Any, ...]:
         deepspeed.utils.logger.setLevel("ERROR")
         deepspeed.init_distributed(dist_backend="nccl" if kind == "cuda" else "gloo", verbose=False)
         config = {
-            "train_micro_batch_size_per_gpu": 2,  # only its log uses it
+            "train_micro_batch_size_per_gpu": 2,  # used only by its log
             "zero_optimization": {"stage": 2, "overlap_comm": False},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # its default of 1.0 clips
@@ -209,7 +209,7 @@ def _accelerated(net: nn.Linear) -> tuple[Any, ...]:
     return *accelerator.prepare(*_with_sgd(net)), accelerator
 
 
-ENGINES: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {  # by name: the package, and how to wrap for it
+ENGINES: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {  # name -> package, and how to wrap
     "a plain module": ("", _with_sgd),
     "DistributedDataParallel": ("", lambda net: _with_sgd(nn.parallel.DistributedDataParallel(net))),
     "FSDP1 (FullyShardedDataParallel)": ("", _fsdp1),
@@ -220,12 +220,12 @@ ENGINES: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {  # by name:
 
 
 def _try_engines(job: Launched, all_engines: bool) -> Iterator[Finding]:
-    """Findings on each engine: whether its windows have the norm of the big batch's gradient."""
+    """Tries each engine: the gradient of its windows must have the norm of the big batch's."""
     about = f"engines, each tried on {plural(job.world, 'rank')} on {job.kind}"
     for name, (package, wrap) in ENGINES.items():
         if name == "a plain module" and job.world > 1:
             yield Finding(about, name, "for one process; wrap the model in DistributedDataParallel", "absent")
-        elif any(one.get(package) == "" for one in job.ranks):  # a rank that tried alone would wait for the others
+        elif any(one.get(package) == "" for one in job.ranks):  # ranks must try together
             yield Finding(about, name, f"{package} is not installed everywhere; pip install {package}", "absent")
         elif package and not all_engines:
             yield Finding(about, name, f"{package} is installed; --all tries it (about 20 seconds)", "absent")
@@ -246,7 +246,7 @@ def _try_engines(job: Launched, all_engines: bool) -> Iterator[Finding]:
 
 
 def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Launched) -> str:
-    """The policies of an engine, after a window of two uneven micro-batches under each."""
+    """Runs a window of two uneven micro-batches under each policy of an engine, and returns the policies."""
 
     def micro_batches(rank: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(rank)
@@ -265,7 +265,7 @@ def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Launched) -> str:
             try:
                 accumulator = Accumulator(model, optimizer, steps=2, sync=sync, max_norm=math.inf, **options)
             except ValueError:
-                if sync == "last":  # which every engine has
+                if sync == "last":  # every engine has it
                     raise
                 continue
             for window in accumulator.windows([one.to(job.kind) for one in micro_batches(job.rank)]):

@@ -1,4 +1,4 @@
-"""Lines that fit the terminal."""
+"""Fits lines to the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def fitted(lines: Iterable[str], indent: int = 4) -> str:
-    """The lines as one text; what does not fit goes on in new lines, indented by `indent`."""
+    """Joins the lines into one text; those that are too long go on in new lines, indented by `indent`."""
     columns = max(20, min(shutil.get_terminal_size((120, 24)).columns, 120))
     found = []
     for line in lines:

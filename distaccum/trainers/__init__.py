@@ -1,1 +1,1 @@
-"""Trainers that own their loop, with an Accumulator in it."""
+"""Trainers that own their loop, with an Accumulator inside."""

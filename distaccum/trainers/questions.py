@@ -1,7 +1,7 @@
-"""Weights of micro-batches for the Trainer, and the questions that show whether a loss agrees with them.
+"""Weights of micro-batches for the Trainer, and the tests that show whether a loss agrees with them.
 
-A loss that is halved by twice the number of items is a mean over them. Any other is compared with the losses of parts
-of the same rows, which is the law that accumulation relies on.
+A loss that is halved by twice the number of items is a mean over them. Any other loss is compared with the losses of
+parts of the same rows: accumulation relies on that law.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..cutting import Count, count_samples, count_tokens, cut_batch, map_tensors
 from ..feeding.joining import join_batches
 from ..law import Reduction, in_short, warn
 
-MOST = 8  # first rows that are compared with each other
-SAME = 1e-5  # relative, of losses of the same logits
+MOST = 8  # first rows to compare with each other
+SAME = 1e-5  # relative tolerance, between losses of the same logits
 KNOWN: dict[str, tuple[Reduction, Count]] = {
     "count=count_samples": ("mean", count_samples),
     "count=count_tokens('labels')": ("mean", count_tokens("labels")),
@@ -34,26 +34,26 @@ KNOWN: dict[str, tuple[Reduction, Count]] = {
 
 
 class _UnseenError(Exception):
-    """A rank cannot see what the loss is a mean over."""
+    """A rank cannot find out what the loss is a mean over."""
 
 
 @final
 @dataclass
 class Questions:
-    """Weights of micro-batches, which are open to question until a micro-batch has shown that they are right."""
+    """Weights of micro-batches, which stay in question until a micro-batch has shown that they are right."""
 
     name: str  # of the loss
-    loss: Callable[[Any, Any], Tensor]  # of a micro-batch in eval mode, told a number of items or None
+    loss: Callable[[Any, Any], Tensor]  # of a micro-batch in eval mode, given a number of items or None
     precision: float  # of the coarsest dtype in it
-    items: Callable[[Any], Any]  # the number as the Trainer counts it; None: it does not
+    items: Callable[[Any], Any]  # the number of items as the Trainer counts it; None: it does not
     count: Count | None
     reduction: Reduction
-    is_models: bool  # the model's own, which is told no number: its own mean is the right one
-    is_overridden: bool  # `compute_loss` is a subclass's, whose rows may belong together
+    is_models: bool  # the model's own loss, which is given no number: its own mean is right
+    is_overridden: bool  # a subclass has its own `compute_loss`, so rows may belong together
     is_open: bool = True
 
     def number(self, micro_batch: Any) -> Any:
-        """The number of items that the loss is told; None: nothing."""
+        """The number of items that the loss is given; None if it is given none."""
         return None if self.is_models else self.items(micro_batch)
 
     def weight(self, micro_batch: Any) -> Any:
@@ -71,10 +71,10 @@ class Questions:
             raise ValueError(self._unseen(str(error).split(";")[0])) from error
 
     def ask(self, micro_batches: Sequence[Any], index: int) -> None:
-        """Asks what is open in the windows 0, 1, 2, 4, 8 and so on. All ranks call it together, as they meet in losses.
+        """Runs open tests in windows 0, 1, 2, 4, 8 and so on; all ranks call it together, since losses may communicate.
 
         Raises:
-            ValueError: The loss is not what the default count takes it for, or that cannot be seen.
+            ValueError: The loss is not a mean over what the default count counts, or that cannot be determined.
         """
         if not self.is_open or index & (index - 1):
             return
@@ -83,7 +83,7 @@ class Questions:
             if min(numbers):
                 self._ask(micro_batches, sum(numbers))
         except _UnseenError as error:
-            if index == 0 and self.count is None:  # which is believed
+            if index == 0 and self.count is None:  # a given count is trusted
                 raise ValueError(self._unseen(str(error))) from error.__cause__
 
     def _ask(self, micro_batches: Sequence[Any], number: int) -> None:
@@ -108,13 +108,13 @@ class Questions:
             wrong = next((one for one in found if isinstance(one, tuple)), None)
             if wrong and self._is_sure(micro_batches, wrong[1]):
                 self._object(self._wrong(*wrong))
-        elif number > 1:  # else each count is right
+        elif number > 1:  # with one micro-batch any count is right
             raise _UnseenError("its micro-batches of one row cannot be put together")
 
     def _use(self, micro_batch: Any) -> str:
-        """Returns how the loss uses the number of items: it is their "mean", "mixed", or "other"; "": it is told none.
+        """Returns how the loss uses the number of items: as their "mean", "mixed", or "other"; "" if it is given none.
 
-        Twice the number halves a mean, and only one term of a mixed one.
+        Doubling the number halves a mean, but only one term of a mixed loss.
         """
         items = self.items(micro_batch)
         if items is None:
@@ -126,7 +126,7 @@ class Questions:
         return "mixed" if min(abs(2 * twice - once), abs(2 * (once - twice))) > room else "other"
 
     def _is_sure(self, micro_batches: Sequence[Any], fitting: str) -> bool:
-        """Tells whether a wrong answer for two rows is one for micro-batches: with a count of one's own, rows of a
+        """Tells whether a mismatch in two rows also is one in micro-batches: with the user's own count, the rows of a
         `compute_loss` may belong together, or share a number that is counted.
         """
         if self.count is None or not self.is_overridden:
@@ -135,9 +135,9 @@ class Questions:
         return reduction != self.reduction or bool(self._off(micro_batches, count))
 
     def _off(self, micro_batches: Sequence[Any], wanted: Count) -> str:
-        """Says where the weights of micro-batches, on all ranks, are in no proportion to the wanted count; "": nowhere.
+        """Says where micro-batches' weights, on all ranks, are not proportional to the wanted count; "" if nowhere.
 
-        Parts of micro-batches play no part in it.
+        It looks at whole micro-batches only.
         """
         pairs = self._of_all(lambda: ((float(self.weight(one)), float(wanted(one))) for one in micro_batches))
         most, its = max(pairs)
@@ -146,27 +146,26 @@ class Questions:
         return next(texts, "")
 
     def _compared(self, micro_batches: Sequence[Any]) -> list[tuple[str, str] | bool]:
-        """Compares two rows that are put together with each: neighbours among the first rows of all ranks.
+        """Compares pairs of rows, joined, with each row alone; pairs are neighbours among the first rows of all ranks.
 
-        Rows of one micro-batch may be alike where those of two are not, as where they are sorted by length; and those
-        of two may not go together.
+        Rows of one micro-batch may be too alike, for example if sorted by length; rows of two may not fit together.
         """
         most, pairs = max(2, MOST // PartialState().num_processes), []
         rows = self._of_all(lambda: islice(chain.from_iterable(map(_first_two, micro_batches)), most))
         for one, other in pairwise(rows[:MOST]):
             with suppress(Exception):
                 pairs.append((join_batches([_padded(one, other), _padded(other, one)], [1, 1]), one, other))
-        return self._of_all(lambda: (self._compare(*pair) for pair in pairs))  # on all ranks, which meet in losses
+        return self._of_all(lambda: (self._compare(*pair) for pair in pairs))  # together: losses may communicate
 
     def _compare(self, whole: Any, *parts: Any) -> tuple[str, str] | bool:
-        """Returns how the loss of the whole is not what its parts make of it, with what fits, or whether a count of
-        samples differs.
+        """Returns how the loss of the whole differs from what its parts add up to, with what would fit; or, if it does
+        not differ, whether a count of samples would.
         """
         wanted, *losses = (self._loss(one, self.number(one)) for one in (whole, *parts))
-        room = min(0.01, 200 * self.precision) * abs(wanted) or 1.0  # for rounding, in batches of other shapes
+        room = min(0.01, 200 * self.precision) * abs(wanted) or 1.0  # for rounding, which depends on the shapes
 
         def error(reduction: Reduction, count: Count) -> float:
-            """The error of the whole, in units of what rounding may do."""
+            """The error of the whole, in units of the rounding that is allowed."""
             weighed = [(loss, float(count(part))) for loss, part in zip(losses, parts, strict=True)]
             total = sum(weight for _, weight in weighed) or math.nan
             # A mean over nothing is nan.
@@ -189,7 +188,7 @@ class Questions:
         return float(loss)
 
     def _of_all(self, own: Callable[[], Iterable[Any]]) -> list[Any]:
-        """Lists what the ranks found; raises on all of them if one could not."""
+        """Gathers what the ranks found; raises on all of them if one failed."""
         found, failed = [], None
         try:
             found = list(own())
@@ -240,13 +239,13 @@ class Questions:
 
 
 def _first_two(micro_batch: Any) -> Iterator[Any]:
-    """Its first rows, on the host."""
+    """The first two rows of a micro-batch, on the host."""
     rows = count_samples(micro_batch)
     return (map_tensors(row, Tensor.cpu) for row in cut_batch(micro_batch, [1] * min(rows, 2), rows))
 
 
 def _padded(row: Any, other: Any) -> Any:
-    """`row` as wide as `other` at least: a text with a mask, padded on the right."""
+    """Pads `row`, if it is a text with a mask, on the right to at least the width of `other`."""
 
     def pad(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():

@@ -1,9 +1,9 @@
 """transformers' Trainer with windows: its loop, logging, callbacks, clipping, schedule and checkpoints stay.
 
-The Trainer's loop calls three methods that are ours here, in this order for each update:
+For each update, the Trainer's loop reaches three places where this module steps in, in this order:
 
 1. `get_batch_samples` draws the window, which all ranks plan;
-2. `training_step` runs one micro-batch of it, or idles where the loop has more turns than this rank has micro-batches;
+2. `training_step` runs one micro-batch of it, or idles if the loop has more turns than this rank has micro-batches;
 3. the Trainer clips, steps and calls `on_step_end`, where the window is recorded.
 """
 
@@ -37,32 +37,32 @@ from ..wrappers.private.accelerate import leave_out_step, note_step
 from .questions import Questions
 
 IGNORED = -100
-ELSEWHERE = {  # options of an Accumulator that the Trainer's arguments have
+ELSEWHERE = {  # options of an Accumulator, and the Trainer's arguments for them
     "steps": "gradient_accumulation_steps",
     "micro_batch_size": "per_device_train_batch_size",
     "max_norm": "max_grad_norm",
 }
-OLDEST = "5.4"  # whose loop takes its length from set_initial_training_values
+OLDEST = "5.4"  # the first whose loop takes its length from set_initial_training_values
 
 
 class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
-    """A `Trainer` whose updates are exact. With a subclass of it: `class Mine(AccumulatingTrainer, SFTTrainer)`.
+    """A `Trainer` whose updates are exact. To extend a subclass: `class Mine(AccumulatingTrainer, SFTTrainer)`.
 
     Args:
-        *args: As the Trainer takes them.
-        count: What the loss of a micro-batch is a mean over: a callable that gets one and returns a number, as
-            `count_tokens("labels", shift=True)`. None counts the labels that the Trainer would count, or samples where
-            a sample has one label or none; `train()` then asks the model, and refuses one whose loss is no mean over
-            them.
-        reduction: What the loss of a micro-batch is, as the Accumulator takes it: `"mean"`, `"sum"` or `"sum_to_mean"`.
-        **kwargs: As the Trainer takes them.
+        *args: As for the Trainer.
+        count: What the loss of a micro-batch is a mean over: a callable that takes a micro-batch and returns a number,
+            such as `count_tokens("labels", shift=True)`. None counts the labels that the Trainer would count, or
+            samples if a sample has one label or none; `train()` then tests the model, and refuses one whose loss is
+            not a mean over them.
+        reduction: How the loss reduces a micro-batch, as for the Accumulator: `"mean"`, `"sum"` or `"sum_to_mean"`.
+        **kwargs: As for the Trainer.
 
     Attributes:
         update (Update | None): The record of the last update.
 
     Raises:
-        ValueError: By `train()`: DeepSpeed, DataParallel, meshes of other than data-parallel ranks, an optimizer that
-            steps in backward, or a loss that is not what the default count takes it for.
+        ValueError: In `train()`: DeepSpeed, DataParallel, a mesh with more than data-parallel ranks, an optimizer that
+            steps in backward, or a loss that is not a mean over what the default count counts.
     """
 
     def __init__(self, *args: Any, count: Count | None = None, reduction: Reduction = "mean", **kwargs: Any) -> None:
@@ -86,22 +86,22 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             raise TypeError(f"AccumulatingTrainer got {name}={kwargs[name]!r}, expected {theirs}") from error
         self.update: Update | None = None
         self._own_count, self._reduction = count, reduction
-        self._wrapped: nn.Module | None = None  # what these are made for:
+        self._wrapped: nn.Module | None = None  # the next two are made for it:
         self._accumulator: Accumulator
         self._questions: Questions
         self._iterator: Any = None  # of a pass over the data
         self._windows: Windows | None = None  # of that pass
         self._window: Window
         self._micro_batches: Iterator[Any]  # of the window
-        self._most: int | None = None  # micro-batches of an epoch, as far as the loop shall have turns
-        self._turns = 0  # of the Trainer's loop, that are left in this update
-        self._last: Any = None  # of the micro-batches that this rank drew
+        self._most: int | None = None  # micro-batches of an epoch that the loop may use
+        self._turns = 0  # of the Trainer's loop, left in this update
+        self._last: Any = None  # the last micro-batch that this rank drew
         self._syncs_each = bool(self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
         self.callback_handler.callbacks.insert(0, _Ends(self))  # so that others find the record of this update
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse()
-        # The loop then leaves no_sync alone, whose flags are the engine's.
+        # With this the loop leaves no_sync alone: its flags belong to the engine.
         state = self.accelerator.gradient_state
         with replaced(state, plugin_kwargs={**state.plugin_kwargs, "sync_each_batch": True}):
             try:
@@ -112,11 +112,11 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     # What the loop calls
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        """The steps of the longest loader, so that each rank's loop makes as many updates."""
+        """The steps of the longest loader, so that all ranks' loops make equally many updates."""
         own, error = None, None
         try:
             own = super().set_initial_training_values(*args, **kwargs)
-        except ValueError as caught:  # an empty loader, while those of other ranks may not be
+        except ValueError as caught:  # this rank's loader is empty; others may not be
             error = caught
         found = [values for values in gather_object([own]) if values is not None]
         if error is not None and not found:
@@ -126,23 +126,23 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         return longest
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
-        """The micro-batches that this rank has in the next window, filled up to the turns that the loop shall make."""
+        """This rank's micro-batches of the next window, padded to the number of turns that the loop must make."""
         if self._windows is None or self._iterator is not epoch_iterator:
             self._leave()
             self._make(self.model_wrapped)
             self._iterator, micro_batches = epoch_iterator, self._noted(itertools.islice(epoch_iterator, self._most))
-            # Drawing waits for other ranks, which may be at another micro-step, where one deals out to all.
+            # If one rank deals out batches to all, drawing waits for ranks that may be at another micro-step.
             deals = isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
             self._windows = self._accumulator.windows(micro_batches, ahead=self.args.world_size == 1 or not deals)
         window = next(self._windows, None)
-        if window is None:  # no rank has any more
+        if window is None:  # no rank has any left
             return [], None
         own = [one.batch for one in window.micros]
         self._questions.ask(own, window.index)
-        window.begin()  # together, before some ranks idle
+        window.begin()  # on all ranks together, before some idle
         self._window, self._micro_batches, self._turns = window, iter(window), num_batches
         name = getattr(self.model, "main_input_name", "input_ids")
-        nothing = {name: torch.empty(0, dtype=torch.long, device=self.args.device)}  # for the loop, which counts tokens
+        nothing = {name: torch.empty(0, dtype=torch.long, device=self.args.device)}  # the loop counts its tokens
         return own + [nothing] * (num_batches - len(own)), None
 
     def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
@@ -151,9 +151,9 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             yield micro_batch
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """One micro-batch; which of the `inputs` of this update comes in which turn is the window's choice."""
+        """Runs one micro-batch; the window decides which of this update's `inputs` comes in which turn."""
         window, loss = self._window, torch.zeros((), device=self.args.device)
-        if self._turns > window.num_micro_steps:  # so that the backward that reduces comes last on each rank
+        if self._turns > window.num_micro_steps:  # idle first, so that the reducing backward comes last on each rank
             self._keep_pace(self._last)
         else:
             loss += self._run(model, window, next(self._micro_batches))
@@ -167,7 +167,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         return loss
 
     def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
-        """Runs one micro-batch; its part of the window's loss, times the ranks, over which the Trainer averages."""
+        """Runs one micro-batch; returns its part of the window's loss times the ranks, since the Trainer averages."""
         questions = self._questions
         with self._alone(), replaced(self.accelerator, backward=lambda loss, **_: window.backward(loss)):
             loss: Tensor = super().training_step(model, micro_batch, questions.number(micro_batch))
@@ -177,7 +177,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         return loss * share_of(self._reduction, questions.weight(micro_batch), total, self.accelerator.num_processes)
 
     def _keep_pace(self, batch: Any) -> None:
-        """Runs a subclass's `compute_loss` without labels and backward, since ranks may wait for each other in it."""
+        """Runs a subclass's `compute_loss` without labels or backward, since ranks may wait for each other in it."""
         if batch is None or type(self).compute_loss is Trainer.compute_loss:
             return
         if isinstance(batch, Mapping):
@@ -190,7 +190,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         """Records the update that the Trainer made."""
         self.update = self._window.step()
         if not self.update.stepped and self.accelerator.scaler is not None:
-            forget(self.accelerator.scaler, [self.optimizer.optimizer])  # which the Trainer's clipping unscaled
+            forget(self.accelerator.scaler, [self.optimizer.optimizer])  # the Trainer's clipping unscaled it
 
     def _leave(self) -> None:
         if self._windows is not None:
@@ -200,7 +200,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     # The Accumulator, and what it counts
 
     def _make(self, model: nn.Module) -> None:
-        """Makes the Accumulator of what the Trainer has wrapped now, if it is not the one of before."""
+        """Makes the Accumulator for the model that the Trainer has now wrapped, unless it is the same as before."""
         if self._wrapped is model:
             return
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
@@ -224,7 +224,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             count=self._questions.weight,
             scaler=self.accelerator.scaler,
             sync="every" if self._syncs_each else "last",
-            on_nonfinite="ignore",  # as the Trainer does
+            on_nonfinite="ignore",  # as in the Trainer
         )
         self._wrapped = model
 
@@ -233,33 +233,33 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         return own.get_base_model() if hasattr(own, "get_base_model") else own  # of PEFT
 
     def _items(self, micro_batch: Any) -> Any:
-        """The items of this micro-batch alone, as the Trainer counts them, so that its loss is a mean."""
+        """The items in this micro-batch alone, as the Trainer counts them, so that its loss is a mean."""
         with self._alone():
             found = super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
         own = self._bare_model()
         is_causal = getattr(own, "loss_function", None) is ForCausalLMLoss and not own.config.is_encoder_decoder
         if not is_causal or found is None or "shift_labels" in micro_batch or micro_batch["labels"].dim() < 2:
             return found
-        # The Trainer knows this loss by the model's name, and takes GPT-2's labels for unshifted.
+        # The Trainer recognises this loss by the model's name, and does not shift GPT-2's labels.
         return micro_batch["labels"][..., 1:].ne(IGNORED).sum()
 
     def _loss_in_eval(self, micro_batch: Any, number: Any) -> Tensor:
-        # TRL's compute_loss notes metrics in dicts of the trainer, which the next evaluation would log.
+        # TRL's compute_loss writes metrics to dicts of the trainer, which the next evaluation would log.
         mine = ((name, own) for name, own in vars(self).items() if name.endswith("metrics") and isinstance(own, dict))
         with kept([self.model_wrapped]), replaced(self, **{name: copy.deepcopy(own) for name, own in mine}):
             self.model_wrapped.eval()
             return self._loss_of({**micro_batch}, number)
 
     def _loss_of(self, batch: Any, number: Any) -> Tensor:
-        """The loss without a graph, by this rank alone."""
+        """The loss without a graph, computed by this rank alone."""
         model = self.model_wrapped
-        inner = model.module if isinstance(model, DistributedDataParallel) else model  # whose forward may communicate
+        inner = model.module if isinstance(model, DistributedDataParallel) else model  # DDP's forward may communicate
         with torch.no_grad(), self._alone(), self.compute_loss_context_manager():
             loss: Tensor = self.compute_loss(inner, self._prepare_inputs(batch), num_items_in_batch=number)
         return loss
 
     def _alone(self) -> Any:
-        """A context for counts and losses of one micro-batch on one rank, which the window weighs."""
+        """A context for counts and losses of a single micro-batch on this rank; the window weighs them."""
         self.current_gradient_accumulation_steps = 1
         return replaced(self.args, average_tokens_across_devices=False)
 
@@ -279,7 +279,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
 @final
 class _Ends(TrainerCallback):  # type: ignore[misc]  # has no types
-    """Ends the window after the Trainer's step and its clearing."""
+    """Ends the window after the Trainer has stepped and cleared gradients."""
 
     def __init__(self, trainer: AccumulatingTrainer) -> None:
         self._trainer = trainer

@@ -1,1 +1,1 @@
-"""Forecasts of a run before it is started; everything here but `measure.py` works without torch."""
+"""Forecasts of a run before it starts; everything here but `fitting.py` works without torch."""

@@ -1,4 +1,4 @@
-"""The micro-batch of a model that fits on this machine, tried, and what it leaves for its backward."""
+"""Tries which micro-batch of a model fits on this machine, and measures what it keeps for backward."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .rules import Sizes
 def fit(
     model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size: int | None = None
 ) -> tuple[Sizes, int, str]:
-    """The bytes of a model, the micro-batch that goes through forward and backward here, and a sentence on it.
+    """The bytes of a model, the micro-batch that gets through forward and backward here, and a sentence about it.
 
     A micro-batch that runs out of memory is halved until it fits; none is larger than the batch. Gradients, buffers and
-    random state are put back. On the meta device any micro-batch fits, and its bytes are those of a real one.
+    random state are restored. On the meta device any micro-batch fits, and has the bytes of a real one.
     """
     models = list(model) if isinstance(model, list | tuple) else [model]
     every = [p for one in models for p in one.parameters()]

@@ -1,4 +1,4 @@
-"""`plan`: what fits, the cut of a batch, its bytes and learning rate, before a run is started."""
+"""`plan`: what fits, how a batch is cut, bytes and learning rate, before a run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .report import Alike, Cut, Forecast
 from .rules import DTYPES, Optimizer, Sizes, policies_of, scaled_learning_rate
 
 AMOUNTS = ("batch_size", "micro_batch_size", "base_batch_size", "parameters", "ranks", "nodes", "layers", "memory")
-# Parameters, and layers that are alike.
+# Parameters, and equal layers.
 MODELS = {"resnet50": (25_557_032, 16), "gpt2": (124_439_808, 12), "llama-7b": (6_738_415_616, 32)}
 MODELS |= {"bert-base": (109_482_240, 12), "gpt2-xl": (1_557_611_200, 48), "llama-70b": (68_976_648_192, 80)}
 
@@ -33,25 +33,25 @@ def plan(
     optimizer: Optimizer | None = None,
     reduction: Reduction = "mean",
 ) -> Forecast:
-    """Steps, cut and bytes of a run, and its learning rate, as far as the arguments determine them.
+    """Works out the steps, cut, bytes and learning rate of a run, as far as the arguments determine them.
 
-    Whole numbers may be texts such as "512", "7e9" or "350M". What is left out is None in the result, whose `missing`
-    says what to give for it.
+    Whole numbers may be strings such as "512", "7e9" or "350M". What cannot be worked out is None in the result, whose
+    `missing` names the arguments to give.
 
     Args:
         batch_size: Samples per update over all ranks.
-        micro_batch_size: The most samples of one forward on one rank.
+        micro_batch_size: The most samples in one forward on one rank.
         ranks: Data-parallel ranks of the job; a multiple of `nodes`. Ranks that share samples count as one.
-        nodes: Machines, with as many ranks on each.
-        parameters: Trained parameters of the model, or its name, as `"gpt2"` or `"llama-7b"`; not beside `model`.
-        dtype: That of parameters and gradients; not beside `model`, which has its own.
-        layers: Of the model, alike, each wrapped by itself under FSDP2; by default the named model's, or 32.
-        memory: Bytes of a device, such as `"80GB"`: which policies fit, the best first.
-        model: A model, a batch and a `loss_fn` (micro-batch -> loss), which are counted and tried on this machine.
+        nodes: Machines, each with equally many ranks.
+        parameters: Trained parameters of the model, or its name, such as `"gpt2"` or `"llama-7b"`; not beside `model`.
+        dtype: The dtype of parameters and gradients; not beside `model`, which has its own.
+        layers: Equal layers of the model, each wrapped by itself under FSDP2; by default the named model's, or 32.
+        memory: Bytes of a device, such as `"80GB"`: shows which policies fit, the best first.
+        model: A model, a batch and a `loss_fn` (micro-batch -> loss), which are measured on this machine.
         base_batch_size: The batch size that `lr` was chosen for.
         lr: The learning rate at `base_batch_size`.
-        optimizer: `"sgd"`, `"momentum"` or `"adam"`; None gives the rules of both, and bytes of Adam.
-        reduction: The criterion's, as the Accumulator's. `"sum"` has scaled SGD's step with the batch already.
+        optimizer: `"sgd"`, `"momentum"` or `"adam"`; None gives the rules for SGD and Adam, and the bytes of Adam.
+        reduction: As for the Accumulator. With `"sum"`, SGD's step already grows with the batch.
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "model"}
     of_name = MODELS.get(str(parameters).lower())
@@ -110,7 +110,7 @@ SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def amount(name: str, value: object) -> int:
-    """A whole number of at least 1, from a number or a text.
+    """A whole number of at least 1, from a number or a string.
 
     >>> amount("parameters", "11.7M"), amount("parameters", "7e9"), amount("samples", "1_281_167")
     (11700000, 7000000000, 1281167)
@@ -123,7 +123,7 @@ def amount(name: str, value: object) -> int:
         number = Decimal(text[:-1] if times > 1 else text) * times
         if number >= least and number == int(number):
             return int(number)
-    except ArithmeticError:  # it is no number
+    except ArithmeticError:  # not a number
         pass
     models = f"; or one of {', '.join(MODELS)}" if name == "parameters" else ""
     raise ValueError(f"{name}={value!r}, expected a whole number of at least {least:,}, such as {such}{models}")

@@ -1,4 +1,4 @@
-"""The result of `plan`, and its text."""
+"""The result of `plan`, and how it is printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rules import HELD, SENT
 
 @dataclasses.dataclass(frozen=True)
 class Alike:
-    """Ranks with the same micro-batches, each entry as (number, samples in each)."""
+    """Ranks with the same micro-batches, given as pairs (number of micro-batches, samples in each)."""
 
     ranks: int
     samples: int
@@ -25,7 +25,7 @@ class Alike:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The samples of one update."""
+    """The cut of one update: its samples, by groups of ranks."""
 
     samples: int
     ranks: tuple[Alike, ...]
@@ -36,22 +36,22 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """The result of `plan`: None where an argument is missing, which `missing` names.
+    """The result of `plan`. Values whose arguments are missing are None, and `missing` names the arguments.
 
-    `print(forecast)` is the text of `distaccum plan`.
+    `print(forecast)` prints the text of `distaccum plan`.
 
     Attributes:
-        given (dict[str, Any]): The arguments, with counts as numbers, and the bytes of the model as far as known.
+        given (dict[str, Any]): The arguments, with counts as numbers, and the bytes of the model if known.
         steps (int | None): Micro-batches per rank and update.
         windows (Cut | None): An update of `windows(loader)`, in whole micro-batches: its `samples`, and `ranks`, groups
-            of ranks that hold the same (`ranks`, `samples`, `micro_batches` as pairs of number and size).
+            of ranks with equal parts (`ranks`, `samples`, and `micro_batches` as pairs of number and size).
         split (Cut | None): An update of `split(batch)` and `update(batch, loss_fn)`, which cut the batch exactly.
         policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`: `policy`, its name; what a rank holds,
             `parameters`, `gradients`, `optimizer`, `buffers`, and all of it with activations, `bytes`; whether it
             `fits`; and what a rank sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
         learning_rate (dict[str, Any] | None): `advice`, sentences; with `optimizer` also `lr_times`, `lr`, and for
             Adam `eps_times`.
-        missing (tuple[str, ...]): Which options to give for what is None.
+        missing (tuple[str, ...]): Which options to give for the values that are None.
     """
 
     given: dict[str, Any]

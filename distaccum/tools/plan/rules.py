@@ -1,4 +1,4 @@
-"""Arithmetic of a plan: the bytes that each policy holds and sends, and the learning rate."""
+"""The arithmetic of a plan: the bytes that each policy holds and sends, and the learning rate."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from ...law import Reduction
 
 Optimizer = Literal["sgd", "momentum", "adam"]
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # numbers that an optimizer keeps for each parameter
+STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # numbers that an optimizer keeps per parameter
 HELD = ("parameters", "gradients", "optimizer", "buffers")
 SENT = ("bytes_per_micro_step", "bytes_once", "bytes_per_update")
 GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
 MALLADI = "Malladi et al. 2022, arXiv:2205.10287"
-SHARDS_KEPT = 10**9  # parameters; below it ZeRO 3 keeps what forward gathered until backward
-BUCKET = 5 * 10**8  # numbers in DeepSpeed's buckets, as it has them by default
+SHARDS_KEPT = 10**9  # parameters; up to this many, ZeRO 3 keeps what forward gathered until backward
+BUCKET = 5 * 10**8  # numbers in DeepSpeed's buckets, by default
 
 
 class Sizes(NamedTuple):
-    """A whole model, in bytes but for `numbers`."""
+    """The sizes of a whole model, in bytes except `numbers`."""
 
     numbers: int  # trained parameters
     parameters: int
     gradients: int
-    layers: int  # alike, each gathered by itself
+    layers: int  # how many equal ones, each gathered by itself
     activations: int | None = None  # of a micro-batch
 
 
 def policies_of(
     sizes: Sizes, optimizer: Optimizer, ranks: int, nodes: int, steps: int | None, memory: int | None
 ) -> list[dict[str, Any]]:
-    """A row for each policy: the bytes that a rank holds at the peak of an update, and what it sends.
+    """Makes a row for each policy: the bytes that a rank holds at the peak of an update, and the bytes that it sends.
 
-    Among W ranks a reduce-scatter or an all-gather sends (W - 1) / W of the bytes, an all-reduce twice that. Those
-    that fit in `memory` come first, and of these the ones that send least.
+    Among W ranks a reduce-scatter or an all-gather sends (W - 1) / W of the bytes, an all-reduce twice that. Policies
+    that fit in `memory` come first, sorted by what they send.
     """
     numbers, p, g, layer = sizes.numbers, sizes.parameters, sizes.gradients, sizes.parameters // sizes.layers
-    state, copy = STATE[optimizer] * g, g * (optimizer == "adam")  # a copy is made in Adam's step on a GPU
+    state, copy = STATE[optimizer] * g, g * (optimizer == "adam")  # Adam's step on a GPU makes a copy
     bucket, w = min(numbers, BUCKET) * g // numbers, ranks // nodes
     zero3, masters = 1 + (numbers > SHARDS_KEPT), (1 + STATE[optimizer]) * 4 * numbers // ranks  # in float32
 
@@ -45,8 +45,8 @@ def policies_of(
         return -(-collectives * (members - 1) * num_bytes // members)
 
     shard, between = sent(1, w), sent(2, nodes, -(-g * nodes // ranks))
-    live, last = min(p, SHARDS_KEPT * p // numbers), 3 * layer + layer // ranks  # which ZeRO 3 and FSDP2 gather
-    # What is sent in each micro-step and once per window, and held: parameters, gradients, state and buffers.
+    live, last = min(p, SHARDS_KEPT * p // numbers), 3 * layer + layer // ranks  # gathered by ZeRO 3 and FSDP2
+    # Sent in each micro-step and once per window; then held: parameters, gradients, state and buffers.
     rows: list[Any] = [
         ("plain", 0, 0, p, g, state, max(layer, copy)),
         ("DDP, every", sent(2), 0, p, g, state, g + max(layer, copy)),
@@ -74,7 +74,7 @@ def policies_of(
 def scaled_learning_rate(
     kappa: float, lr: float | None, optimizer: Optimizer | None, reduction: Reduction
 ) -> dict[str, Any]:
-    """The values for a batch `kappa` times as large as the one that `lr` suits.
+    """The learning rate and its companions for a batch `kappa` times as large as the one that `lr` suits.
 
     >>> scaled_learning_rate(4, 0.1, "sgd", "mean")["lr"], scaled_learning_rate(4, 0.1, "sgd", "sum")["lr"]
     (0.4, 0.1)
