@@ -104,7 +104,7 @@ def whole_number(name: str, value: Any, cure: str = "", least: int = 1) -> int:
     """`value` as an int of at least `least`, or an error that says what it was."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # it is none, as a tensor may be
+    except TypeError:  # not whole, as a tensor may be
         number = None
     if number is None or number < least:
         kind = TypeError if number is None else ValueError

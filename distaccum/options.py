@@ -105,7 +105,7 @@ class Config:
 
 
 def cure_of_steps(steps: Any) -> str:
-    """The cure that an error names where it refuses this value."""
+    """The cure to name in an error that refuses this value."""
     if isinstance(steps, str):
         return "; give the number without quotes"
     if isinstance(steps, bool) or not isinstance(steps, Real):

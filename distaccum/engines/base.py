@@ -177,7 +177,7 @@ class Engine:
         return False
 
     def show_parameters(self, *, in_loop: bool = False) -> None:
-        """Makes modules show the parameters that the optimizers hold; `in_loop`: where all losses are left out."""
+        """Makes modules show the parameters that the optimizers hold; `in_loop`: a backward had no losses."""
 
     # The update
 

@@ -219,7 +219,7 @@ class FullyShardEngine(Engine):
         self._release()
 
     def show_parameters(self, *, in_loop: bool = False) -> None:
-        if not in_loop or self._policy != "gathered":  # whose forwards would gather on this rank alone
+        if not in_loop or self._policy != "gathered":  # resharded, this rank would gather alone in forward
             private.reshard_groups(self._groups)
 
     def _release(self) -> None:
