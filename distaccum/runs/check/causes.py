@@ -16,24 +16,18 @@ from .comparison import Comparison, uneven_sizes, weighted_sum
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 
 
-def causes_of(comparison: Comparison) -> tuple[list[str], float | None]:
-    """The causes that are found; leaves the modules that they name in eval mode, so that other causes show.
-
-    The number is the error with dropout layers in eval mode, if it is rounding and these layers are torch's own: then
-    they alone made the gradients differ. Otherwise None.
-    """
-    found = []
-    only_dropout = False
+def causes_of(comparison: Comparison) -> list[str]:
+    """The causes that are found; leaves the modules that they name in eval mode, so that other causes show."""
+    found, dropping = [], []
     training = [(name, module) for name, module in comparison.modules if module.training]
     if _differs(comparison):
         if dropping := [(name, module) for name, module in training if _drops(module)]:
-            kinds, only_dropout = _into_eval(dropping), all(_is_of_torch(module) for _, module in dropping)
+            kinds = _into_eval(dropping)
             found.append(
                 f"dropout: random numbers are drawn by {kinds}, and micro-batches draw others; the gradient is that of "
                 "the masks that were drawn, as dropout means it: nothing to do, where this is the only cause"
             )
         if not dropping or _differs(comparison):
-            only_dropout = False
             where = ", outside of dropout layers" if dropping else ""
             found.append(
                 "random: the model or the loss gives the same batch another gradient the second time: random numbers "
@@ -48,16 +42,19 @@ def causes_of(comparison: Comparison) -> tuple[list[str], float | None]:
             "(distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it with "
             "batchnorm='ignore'"
         )
-        only_dropout = False
     if found:
         if _differs(comparison):
-            return found, None
+            return found
         errors = comparison.compare()
         if comparison.agrees(errors):
-            return found, max(error for _, error in errors) if only_dropout else None
+            # A layer of your own may do more than drop in training mode.
+            if len(found) == 1 and dropping and all(type(one).__module__.startswith("torch.") for _, one in dropping):
+                left = max(error for _, error in errors)
+                found[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
+            return found
     in_losses = (_cause_in_the_loss(comparison, name) for name in comparison.reductions)
     found += dict.fromkeys(cause for cause in in_losses if cause is not None)
-    return found or ["unknown: no cause was found; the error is beyond rounding"], None
+    return found or ["unknown: no cause was found; the error is beyond rounding"]
 
 
 def _differs(comparison: Comparison) -> bool:
@@ -129,11 +126,6 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.dropout > 0
     return isinstance(module, DROPOUTS) and module.p > 0
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """Returns whether the module's forward is torch's: another may do more in training mode than drop."""
-    return type(module).__module__.startswith("torch.")
 
 
 def _into_eval(found: Sequence[tuple[str, nn.Module]]) -> str:

@@ -52,8 +52,6 @@ class Report:
         samples (int): Samples of the big batch, over all ranks.
         micro_batches (tuple[int, ...]): Micro-batches by rank.
         notes (tuple[str, ...]): Why float64 was not used, or why the bound is wider than that of `dtype`.
-        without_dropout (float | None): The largest error with dropout layers in eval mode, if they alone make the
-            gradients differ; otherwise None.
     """
 
     equivalent: bool
@@ -65,17 +63,14 @@ class Report:
     samples: int
     micro_batches: tuple[int, ...]
     notes: tuple[str, ...] = ()
-    without_dropout: float | None = None
 
     def __str__(self) -> str:
         columns = min(shutil.get_terminal_size((120, 24)).columns, 120)
-        verdict, without = "equivalent" if self.equivalent else "NOT equivalent", ""
-        if self.without_dropout is not None:
-            verdict, without = f"{verdict}, because of dropout alone", f", {self.without_dropout:.1e} without dropout"
+        verdict = "equivalent" if self.equivalent else "NOT equivalent"
         cut = " + ".join(map(str, self.micro_batches))
         texts = [
             f"accumulated in {cut} micro-batches, one batch of {self.samples}: {verdict} "
-            f"(largest relative error {self.worst:.1e} in {self.dtype}{without}; rounding gives up to {self.bound:.0e})"
+            f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})"
         ]
         shown = self.parameters[:12]
         room = max(12, *(len(one.name) for one in shown))
@@ -123,7 +118,7 @@ def _report(comparison: Comparison) -> Report:
                 "with another batch"
             )
         equivalent, bound = used.agrees(errors), used.bound()
-        causes, without_dropout = ([], None) if equivalent else causes_of(used)
+        causes = () if equivalent else tuple(causes_of(used))
     dtype, narrowest = (str(one).removeprefix("torch.") for one in (used.dtype, used.narrowest))
     if narrowest != dtype:
         used.notes.append(f"the model or the loss computes in {narrowest} in part, in {dtype} too: hence the bound")
@@ -136,12 +131,11 @@ def _report(comparison: Comparison) -> Report:
     return Report(
         equivalent=equivalent,
         worst=max(error for _, error in errors),
-        causes=tuple(causes),
+        causes=causes,
         parameters=tuple(rows),
         dtype=dtype,
         bound=bound,
         samples=used.length,
         micro_batches=used.kept,
         notes=tuple(used.notes),
-        without_dropout=without_dropout,
     )
