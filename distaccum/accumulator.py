@@ -185,7 +185,7 @@ class Accumulator:
             micro_batches: All of this rank's; they are drawn at once. Ranks may have different numbers of them.
 
         Raises:
-            ValueError: A bad count.
+            ValueError: `count` returned something other than a number of at least 0.
             DistaccumError: As in `windows()`.
         """
         return self._planner.plan(lambda _: Batches(all_of(micro_batches)))

@@ -17,7 +17,7 @@ DOORS = {
 
 
 class Prepared:
-    """The caller's objects; adapters replace their library's wrappers by the objects inside."""
+    """The caller's objects; adapters replace their library's wrappers with the objects inside."""
 
     models: list[Any]
     optimizers: list[Any]

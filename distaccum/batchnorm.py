@@ -1,4 +1,4 @@
-"""Batch normalisation: freeze it, or replace it by GroupNorm."""
+"""Batch normalisation: freeze it, or replace it with GroupNorm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def freeze(model: nn.Module) -> list[str]:
 
 
 def to_groupnorm(model: Model, per_group: int = 16) -> Model:
-    """Replaces batch normalisation by GroupNorm, which looks at each sample alone, and returns the model.
+    """Replaces batch normalisation with GroupNorm, which looks at each sample alone, and returns the model.
 
     Make the optimizer afterwards. Weights and biases are kept, statistics are not.
 

@@ -51,7 +51,7 @@ class Extension:
         return None
 
     def judge(self, window: Window) -> str | None:
-        """Says why not to step the `window`, the same on all ranks, or None; called before clipping, if none skips."""
+        """Says why not to step the `window`, the same on all ranks, or None; called before clipping."""
         return None
 
     def end(self, window: Window, update: Update | None) -> None:

@@ -21,7 +21,7 @@ from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for,
 from .private import own_version_of
 from .ranks import Owed, Rows
 
-NUM_ELEMENTS = 64  # that are compared, of each tensor in a loop's first item
+NUM_ELEMENTS = 64  # compared in each tensor of a loop's first item
 # A tensor, torch's count of writes to it, and some elements, since numpy and others write without torch's knowledge.
 Look = tuple[Tensor, int | None, bytes]
 
@@ -88,7 +88,7 @@ class Draw:
     error: Exception | None  # from drawing or counting, kept until the other ranks have the report
 
     def take_error(self) -> Exception | None:
-        """Returns the error without keeping it, or the micro-batches that its traceback would keep alive."""
+        """Returns the error, and drops it together with the micro-batches, which its traceback would keep alive."""
         error, self.error, self.micros = self.error, None, []
         return error
 
@@ -116,7 +116,7 @@ class Ahead:
     def draw(self, index: int) -> tuple[Draw, Rows]:
         """This rank's part of update `index`, and the reports of all ranks."""
         # Either the report was paid ahead and still fits, or it is paid now, or all ranks plan anew: a rank did not
-        # pay, the steps have changed, or the last window was left or skipped and gave no stand-in, against expectation.
+        # pay, the steps have changed, or the last window was left or skipped and so lacks the expected stand-in.
         owed, self._owed, self._is_due = self._owed, None, False
         if owed is not None and owed.update == index and owed.wait is None:
             self._next = draw(self._job, self._make, index)

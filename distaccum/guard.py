@@ -98,7 +98,7 @@ def refuse_copy(window: Any) -> None:
 
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:
     """Clears gradients left from before a window, with a warning."""
-    # Zeros get none: they come from zero_grad(set_to_none=False), or are bucket views that another Accumulator cleared.
+    # No warning about zeros: of zero_grad(set_to_none=False), or in bucket views that another Accumulator cleared.
     shown = [p.grad for p in parameters if p.grad is not None]
     if engine.stale(()) or total_norm([local(one) for one in shown], math.inf) != 0:  # hidden ones, or shown ones
         once("stale", "gradients that stood before the window were cleared: they are not part of it")
@@ -148,7 +148,7 @@ def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> 
 
 
 def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) -> str:
-    """Says where it began; `first`: each rank's first micro-batch with a non-finite loss (-1: none), and that loss."""
+    """Names its origin; `first`: each rank's first micro-batch with a non-finite loss (-1: none), and that loss."""
     noun = "loss" if losses.of_pairs is None else "largest representation"
     # Ranks that share samples may hold different stages of a pipeline, and only one of them the losses.
     by_rank = enumerate(map(max, engine.peers.by_samples(first)))

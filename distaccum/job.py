@@ -72,7 +72,7 @@ class Job(Prepared):
             self.engine.run_backward = one.around(self.engine.run_backward)
         self.engine.adopt(self, config.max_norm, config.on_nonfinite)
         self.steps = bool(self.optimizers) or "step" in self.engine.owns  # otherwise the caller steps
-        self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise their backward does
+        self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise the adapter's backward does
         self.epochs: list[int] = []  # last_epoch of each schedule after the last update
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
@@ -95,7 +95,7 @@ class Job(Prepared):
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # completed in this process
-        # An open window holds gradients, which must not leak into the next if it is dropped; its loop is over.
+        # Its gradients must not leak into the next window if it is dropped; its loop is over, and no step came.
         self.holds_gradients = self.lacks_step = False
         self.fit: Any = None  # what update() learned about sizes (runs/sizes.py)
         self.seen: Seen = {}  # which entries of batches were cut, and which went whole

@@ -1,4 +1,4 @@
-"""Clipping, and small questions about tensors and parameters."""
+"""Clipping, and helpers for tensors and parameters."""
 
 from __future__ import annotations
 

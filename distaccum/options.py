@@ -1,4 +1,4 @@
-"""Config: the options of an Accumulator. Each value is checked where it comes in."""
+"""Config: the options of an Accumulator. Each value is checked on entry."""
 
 from __future__ import annotations
 

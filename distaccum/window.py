@@ -276,7 +276,7 @@ class Window(Generic[Batch]):
         yield from each_head(self, self._job, self._start_backward, self._run, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
-        """Runs forward and backward of this micro-batch through a pipeline's schedule; call it alike on every stage.
+        """Runs forward and backward of this micro-batch through a pipeline's schedule; call it on every stage.
 
         Args:
             *inputs: The first stage's inputs; the other stages ignore them.

@@ -26,7 +26,7 @@ def average(
     """Sums gradients over the ranks and divides by the divisor; call it on all ranks, with the same parameters.
 
     Costs one reduction per bucket, and one small collective on the host to tell which kinds of gradients ranks have.
-    Gradients that no rank has stay None, and zeros in their place (`is_zeroed`) become it. `copies_of` gives the group
+    Gradients that no rank has stay None; zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the group
     that replicates this rank's part of a parameter (default: all ranks; None: no other); backward summed over the rest.
     """
     if not parameters:

@@ -13,7 +13,7 @@ from ..window import Window
 
 @final
 class Spans(Extension):
-    """Names for torch.profiler: each window, its backwards, its reduction after the loop, and its step."""
+    """Names each window, its backwards, its reduction after the loop, and its step, for torch.profiler."""
 
     def __init__(self) -> None:
         self._open: list[record_function] = []

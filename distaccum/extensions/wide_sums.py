@@ -26,7 +26,7 @@ class WideSums(Extension):
     and `p.grad = wide[p].to(p.dtype)` after the last. Hooks do it within backward, one parameter at a time, so that
     only one gradient exists twice. Under DDP no backward reduces then, and the library averages the rounded sums.
 
-    FSDP and DeepSpeed add gradients up themselves, in the dtype that their policy or config sets, and refuse it.
+    FSDP and DeepSpeed add gradients up themselves, in the dtype that their policy or config sets; it is refused there.
 
     Args:
         dtype: `torch.float32` or `torch.float64`.

@@ -228,7 +228,7 @@ def _refuse_step(*_: object, **__: object) -> None:
 
 
 def _owned(engine: Any) -> frozenset[Owned]:
-    """Returns `owns`: DeepSpeed's own optimizers check the gradient, skip it alike on all ranks, and keep the norm."""
+    """Returns `owns`: DeepSpeed's own optimizers check the gradient, skip non-finite ones, and keep the norm."""
     owned: set[Owned] = {"step", "clip", "sums", "stages", "dtype"}
     if engine.zero_optimization_stage() == 3:
         owned.add("parameters")

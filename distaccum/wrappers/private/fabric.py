@@ -29,7 +29,7 @@ def strategy_of(wrapper: Any) -> Any:
 
 
 def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `call` pass for Fabric's own backward, by a flag without which the module's outputs refuse any other.
+    """Wraps `call` to pass for Fabric's own backward, by a flag without which the module's outputs refuse any other.
 
     In a version without the flag they refuse, in Fabric's words.
     """
