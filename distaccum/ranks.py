@@ -115,7 +115,7 @@ class Peers:
         return reports
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
-        """Groups the values of all ranks that take part in updates: one list per rank of the group, of its samples."""
+        """Groups the values of all that take part in updates: for each rank of the group, those of its samples."""
         return [[value] for value in values]
 
     def _send(self, row: Sequence[float], group: dist.ProcessGroup | None) -> Callable[[], Rows]:

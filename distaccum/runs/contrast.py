@@ -84,7 +84,7 @@ class Contrast:
             raise DistaccumError(
                 f"loss_fn does not fit into memory on all representations ({shapes}; {in_short(error)}); take a "
                 "smaller batch, or a loss that goes over its pairs in blocks"
-            ) from None  # with a cause, update() would try smaller micro-batches
+            ) from None  # with a cause, retry() would try smaller micro-batches
         window.losses.of_pairs = loss, engine.divisor / engine.peers.num_ranks
         window.losses.largest = [
             (micro.number, one.detach().abs().max())
