@@ -1,4 +1,4 @@
-"""Training to copy: `python` or `torchrun --nproc-per-node 2` launch/minimal.py [CHECKPOINT], from which it goes on."""
+"""A training to copy: `python` or `torchrun --nproc-per-node 2` launch/minimal.py [CHECKPOINT], which it resumes."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distaccum import Accumulator
 
 FILE = Path(sys.argv[1] if len(sys.argv) > 1 else "minimal.pt")
-EPOCHS, MICRO_BATCH, STEPS, SAVE_EVERY = 5, 8, 4, 10  # an update is 8 x 4 samples of each rank
+EPOCHS, MICRO_BATCH, STEPS, SAVE_EVERY = 5, 8, 4, 10  # an update is 8 x 4 samples on each rank
 rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ.get("LOCAL_RANK", 0)))
 if device.type == "cuda":
@@ -26,12 +26,12 @@ data = TensorDataset(inputs, (inputs[:, :10].sum(1) > inputs[:, 10:].sum(1)).lon
 network = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2)).to(device)  # yours
 model = nn.parallel.DistributedDataParallel(network) if ranks > 1 else network
 optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-per_epoch = -(-len(data) // (ranks * MICRO_BATCH * STEPS))  # updates, the last of which may be smaller
+per_epoch = -(-len(data) // (ranks * MICRO_BATCH * STEPS))  # updates; the last may be smaller
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * per_epoch)
 accumulator = Accumulator(model, optimizer, steps=STEPS, scheduler=scheduler, max_norm=1.0)
 parts = {"model": network, "optimizer": optimizer, "scheduler": scheduler, "accumulator": accumulator}
 
-torch.manual_seed(rank)  # weights are alike on all ranks, dropout is not
+torch.manual_seed(rank)  # weights are the same on all ranks, dropout is not
 if FILE.exists():
     for name, state in torch.load(FILE, map_location="cpu").items():
         parts[name].load_state_dict(state)
@@ -44,17 +44,17 @@ while accumulator.index < EPOCHS * per_epoch:
             window.backward(nn.functional.cross_entropy(model(batch.to(device)), labels.to(device)))
         update = window.step()
         if accumulator.index % SAVE_EVERY == 0 or accumulator.index == EPOCHS * per_epoch:
-            every = [accumulator.state_dict()] * ranks  # of all ranks: each has its own random numbers
+            every = [accumulator.state_dict()] * ranks  # every rank's: each has its own random numbers
             if ranks > 1:
                 dist.all_gather_object(every, accumulator.state_dict())
             if rank == 0:
                 state = {name: part.state_dict() for name, part in parts.items()}
                 state["accumulator"] = {name: value for one in every for name, value in one.items()}
                 torch.save(state, FILE.with_suffix(".new"))
-                FILE.with_suffix(".new").replace(FILE)  # a kill leaves the old one or the new one
+                FILE.with_suffix(".new").replace(FILE)  # if killed, the old file or the new one is whole
     if rank == 0:
         print(f"epoch {epoch}: loss {update.loss:.4f}")
 if ranks > 1:
-    del model, accumulator, parts, window  # a gloo group that something holds when Python ends may abort it
+    del model, accumulator, parts, window  # a gloo group still in use when Python exits may abort it
     gc.collect()
     dist.destroy_process_group()

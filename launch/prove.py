@@ -23,7 +23,7 @@ from training.tasks import Task, loss_of, make_task
 from training.wrapping import make_optimizer
 
 LOGGED = {"index", "loss", "grad_norm", "lr", "stepped"}
-BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # float32: rounding, which training amplifies
+BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # in float32 training amplifies rounding
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         worst = compare(config, log, weights)
     except OSError as error:
         stop(str(error))
-    good = worst["the weights"] <= bound  # which hold every update; float32 turns a ReLU here and there in a gradient
+    good = worst["the weights"] <= bound  # weights hold every update; in float32 a ReLU may flip in one gradient
     print(f"{given.run}: {len(log)} updates, against one process with one batch per update:")
     for name, value in worst.items():
         print(f"  largest relative difference of {name:<18} {value:.1e}")
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor]) -> dict[str, float]:
-    """The largest relative difference between the run and the same training by hand, by what was compared."""
+    """The largest relative differences between the run and the same training by hand, by what was compared."""
     task = make_task(config)
     model = task.model
     order = Order(len(task.train), config.batch_size, config.seed)
@@ -88,7 +88,7 @@ def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor
         if seen["grad_norm"] is not None:
             worst["a gradient's norm"] = max(worst.get("a gradient's norm", 0.0), apart(seen["grad_norm"], norm))
         worst["a loss"] = max(worst["a loss"], apart(seen["loss"], loss.detach()))
-        for group in optimizer.param_groups:  # a run that was gone on with may have had another schedule
+        for group in optimizer.param_groups:  # a resumed run may have had another schedule
             worst["a learning rate"] = max(worst["a learning rate"], abs(seen["lr"] - group["lr"]) / config.lr)
             group["lr"] = seen["lr"]
         if seen["stepped"]:
@@ -112,7 +112,7 @@ def is_random(task: Task) -> bool:
 
 
 def apart(value: float | None, exact: Tensor) -> float:
-    if value is None:  # in the log for what is not finite
+    if value is None:  # the log has null for a number that is not finite
         return math.inf if exact.isfinite() else 0.0
     return float((value - exact.double()).abs() / exact.double().abs())
 

@@ -34,11 +34,11 @@ from distaccum.extensions import NoiseScale
 
 
 def train(config: Config, job: Job) -> int:
-    """Trains, and gives the exit status."""
+    """Trains, and returns the exit status."""
     task = make_task(config, job.local_rank == 0, job.wait_for_all)
     order = Order(len(task.train), config.batch_size, config.seed)
     steps = math.ceil(config.batch_size / (job.data_ranks * config.largest))
-    is_auto = config.micro_batch_size == "auto"  # the loader yields then a rank's whole part of an update
+    is_auto = config.micro_batch_size == "auto"  # then the loader yields a rank's whole part of an update
     if is_auto and 0 < order.num_samples % config.batch_size < job.data_ranks:
         stop("micro_batch_size = 'auto' and no sample for some rank in an epoch's last update; change batch_size")
     updates = config.updates or config.epochs * order.updates_per_epoch
@@ -64,10 +64,10 @@ def train(config: Config, job: Job) -> int:
             sync=config.sync,
             on_nonfinite=config.on_nonfinite,
             extensions=[NoiseScale()] if config.measure_noise else [],
-            mesh=wrapped.mesh["data"] if config.cp > 1 else None,  # FSDP2 reduces over the ranks with parts, too
+            mesh=wrapped.mesh["data"] if config.cp > 1 else None,  # FSDP2 also reduces over ranks with parts
         )
     checkpoints = Checkpoints(config, job, wrapped, accumulator, order.num_samples)
-    torch.manual_seed(config.seed + 1 + job.rank)  # weights are alike on all ranks, dropout is not
+    torch.manual_seed(config.seed + 1 + job.rank)  # weights are the same on all ranks, dropout is not
     if config.resume:
         checkpoints.resume()
     if config.evaluate_only:
@@ -84,19 +84,19 @@ def train(config: Config, job: Job) -> int:
 
     measured: dict[str, float] = {}
     stopped, where = 0, ""
-    # A checkpoint within a window is of its start, where running statistics are those of now.
+    # A checkpoint within a window is of its start, but running statistics would be the current ones.
     has_statistics = any(isinstance(one, _BatchNorm) and one.training for one in task.model.modules())
     pauses = not (wrapped.is_deepspeed or has_statistics)
     every = min(EXCHANGE_SECONDS, 60 * config.checkpoint_minutes or EXCHANGE_SECONDS)
     with Signals(job, every) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
-        while accumulator.index < updates and not stopped:  # an epoch, or what is left of it
+        while accumulator.index < updates and not stopped:  # an epoch, or the rest of one
             loader = DataLoader(
                 task.train,
                 batch_sampler=micro_batches(order, accumulator.index, updates, steps, job.data_rank, job.data_ranks),
                 collate_fn=collate,
                 num_workers=config.workers,
                 pin_memory=job.device.type == "cuda",
-                generator=torch.Generator(),  # its own, so that a resume draws no number more
+                generator=torch.Generator(),  # its own, so that a resumed run draws no extra number
             )
             window: Any
             for window in loader if is_auto else accumulator.windows(loader):
@@ -107,10 +107,10 @@ def train(config: Config, job: Job) -> int:
                     else:
                         window.backward(loss_fn(batch))
                     report.progress(accumulator.index, window.num_done)
-                    if pauses and window.num_done < len(window):  # all ranks have as many
+                    if pauses and window.num_done < len(window):  # the same on all ranks
                         asked = signals.asked(checkpoints.overdue(), in_window=True)
                         if asked:
-                            report.flush(to_disk=True)  # else it would lack an update after a kill
+                            report.flush(to_disk=True)  # otherwise a kill would lose an update from the log
                             checkpoints.save()
                         if asked > 1:
                             stopped, where = asked, f" after {window.num_done} of its micro-batches"
@@ -148,8 +148,8 @@ def train(config: Config, job: Job) -> int:
 def evaluate(wrapped: Wrapped, task: Task, collate: Collate, job: Job, accumulator: Accumulator) -> dict[str, float]:
     """The mean loss, with accuracy or perplexity; every held-out sample counts once.
 
-    All ranks run as many forwards, since those of a sharded model communicate; one that has no samples left runs
-    one that is not counted. Of ranks that share samples each measures a part, or one all, or each all of them.
+    All ranks run equally many forwards, since those of a sharded model communicate; a rank without samples left runs
+    one that is not counted. Among ranks that share samples, each measures a part, or one measures all, or each does.
     """
     config, number, held_out = job.config, len(task.held_out), task.held_out
     size = accumulator.state_dict()["fit"]["size"] or min(config.largest, -(-config.batch_size // job.data_ranks))
@@ -161,7 +161,7 @@ def evaluate(wrapped: Wrapped, task: Task, collate: Collate, job: Job, accumulat
         batch = to_device(collate([held_out[i] for i in indices or [0]]), job.device)
         with job.autocast():
             scores = (wrapped.stages or wrapped.model)(batch["inputs"])
-        if indices and scores is not None:  # the last stage of a pipeline has them
+        if indices and scores is not None:  # only the last stage of a pipeline has them
             sums += measure(scores, batch["labels"])
     train_mode(wrapped.model, config)
     count, loss, right = job.reduce(sums).tolist()

@@ -1,4 +1,4 @@
-"""How a module is put into each wrapper that distaccum supports; the programs here and the tests use it.
+"""Puts a module into each wrapper that distaccum supports; for the programs here and the tests.
 
 model = ddp(network)
 model = fully_sharded(network, network.layers, shape=(2, 4))  # two replicas of four shards
@@ -68,7 +68,7 @@ def fsdp1(
 def deepspeed(
     module: nn.Module, optimizer: Any, config: dict[str, Any], *, scheduler: Any = None, **options: Any
 ) -> tuple[Any, Any]:
-    """DeepSpeed's engine, which is the model from here on, and the optimizer in it."""
+    """DeepSpeed's engine, which is the model from now on, and its optimizer."""
     device = _device_type(module)
     with deepspeed_environment(device):
         engine, optimizer, *_ = import_deepspeed(device).initialize(
@@ -80,7 +80,7 @@ def deepspeed(
 def zero_config(stage: int, **config: Any) -> dict[str, Any]:
     """DeepSpeed's config for a ZeRO stage, without clipping and without its own accumulation; `config` overrides it."""
     return {
-        "train_micro_batch_size_per_gpu": 2,  # only its log uses it
+        "train_micro_batch_size_per_gpu": 2,  # used only by its log
         "zero_optimization": {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 2 * 10**6},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # its default of 1.0 clips
@@ -90,11 +90,11 @@ def zero_config(stage: int, **config: Any) -> dict[str, Any]:
 
 
 def import_deepspeed(device: str = "cpu") -> Any:
-    """The package, quiet and in this process's group, which is made here if there is none."""
+    """Imports the package, silenced and in this process's group; makes the group if there is none."""
     with deepspeed_environment(device):
         import deepspeed
 
-        if device == "cpu":  # it would compile a kernel for shared memory at its start; gloo needs none
+        if device == "cpu":  # it would first compile a kernel for shared memory; gloo needs none
             getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
         deepspeed.utils.logger.setLevel("ERROR")
         deepspeed.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo", verbose=False)
@@ -112,7 +112,7 @@ def deepspeed_variables(device: str = "cpu") -> dict[str, str]:
 
 @contextmanager
 def deepspeed_environment(device: str = "cpu") -> Iterator[None]:
-    """Sets these variables and restores the old values: Accelerate would read them as a launcher's."""
+    """Sets these variables for the block, and restores the old ones: Accelerate would take them for a launcher's."""
     wanted = deepspeed_variables(device)
     before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)

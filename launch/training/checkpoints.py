@@ -1,8 +1,8 @@
-"""Checkpoints: folders that are there whole or not at all, and that say where the run goes on.
+"""Checkpoints: folders that are complete or absent, and that say where the run resumes.
 
-`state.pt` has the whole model and optimizer by name, so that a run goes on under another engine and on another number
-of ranks; DeepSpeed writes its own files instead, one per rank. Within a window it is the state at the window's start. A
-folder is written under another name, brought to disk, and renamed.
+`state.pt` has the whole model and optimizer by name, so that a run can resume under another engine and on another
+number of ranks; DeepSpeed writes its own files instead, one per rank. Within a window it is the state at the window's
+start. A folder is written under another name, flushed to disk, and renamed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Checkpoints:
     def __init__(self, config: Config, job: Job, wrapped: Wrapped, accumulator: Accumulator, num_samples: int) -> None:
         self._config, self._job, self._wrapped, self._accumulator = config, job, wrapped, accumulator
         self._folder = Path(config.out) / "checkpoints"
-        self._saved, self._time = "", time.monotonic()  # the newest, and when it was made
-        self.best = math.inf  # loss on held-out data
-        # What a checkpoint and the run that resumes it have in common.
+        self._saved, self._time = "", time.monotonic()  # the newest checkpoint, and when it was made
+        self.best = math.inf  # lowest loss on held-out data
+        # Values that a checkpoint and the run that resumes it must share.
         self._lasting: State = {name: getattr(config, name) for name in LASTING}
         zero = [wrapped.model.zero_optimization_stage(), job.ranks] if wrapped.is_deepspeed else None  # type: ignore[operator]
         self._lasting |= {"samples to train on": num_samples, "DeepSpeed's stage and ranks": zero}
@@ -49,7 +49,7 @@ class Checkpoints:
         return self._job.is_first and 0 < seconds <= time.monotonic() - self._time
 
     def save(self) -> None:
-        """Saves between two windows, or the start of the one at work. All ranks call it together."""
+        """Saves the state between two windows, or at the start of the current one. All ranks call it together."""
         wrapped, job = self._wrapped, self._job
         name, self._time = f"update-{self._accumulator.index:08d}", time.monotonic()
         if name == self._saved:
@@ -81,7 +81,7 @@ class Checkpoints:
         self._saved, self._time = name, time.monotonic()
 
     def resume(self) -> None:
-        """Puts everything back as the newest checkpoint has it, if there is one."""
+        """Restores everything from the newest checkpoint, if there is one."""
         wrapped, job = self._wrapped, self._job
         state, refusal = self._read() if job.is_first else ({}, "")
         tensors = state.pop("tensors", {})
@@ -100,21 +100,21 @@ class Checkpoints:
         else:
             put_state(wrapped, tensors)
         wrapped.set_schedule(state["schedule"])
-        # For another number of ranks, which the checkpoint has no random numbers of: dropout starts anew.
+        # For another number of ranks, for which the checkpoint has no random numbers: dropout starts anew.
         torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + state["update"])
         self._accumulator.load_state_dict(state["accumulator"])
         job.say(f"goes on with update {state['update']}")
 
     def _read(self) -> tuple[State, str]:
-        """The newest state, and why it cannot be used, if so."""
-        for partial in self._folder.glob(".update-*"):  # of a run that was killed while it wrote
+        """The newest state, and the reason why it cannot be used, if any."""
+        for partial in self._folder.glob(".update-*"):  # from a run that was killed while writing
             shutil.rmtree(partial)
         if not (found := self._found()):
             return {}, f"no checkpoint in {self._folder} to evaluate" if self._config.evaluate_only else ""
         try:
             state: State = torch.load(found[-1] / "state.pt", weights_only=True, map_location="cpu")
-            made, _ = state["lasting"], state["best"]  # which another version may lack
-        except Exception as error:  # of as many kinds as there are ways to break a file
+            made, _ = state["lasting"], state["best"]  # another version may lack these
+        except Exception as error:  # a broken file may raise anything
             return {}, f"{found[-1]} cannot be read ({a_line(error)}); remove it to go on from the one before"
         for name, now in self._lasting.items():
             if made.get(name) != now:
@@ -131,17 +131,17 @@ class Checkpoints:
         return {name: value for one in every for name, value in one.items()}
 
     def _found(self) -> list[Path]:
-        """The oldest first."""
+        """All checkpoints, the oldest first."""
         return sorted(self._folder.glob("update-????????"))
 
 
 def save_weights(config: Config, job: Job, wrapped: Wrapped, name: str = "weights") -> None:
-    """The model's weights by name, in the run's folder. All ranks call it."""
+    """Saves the model's weights by name in the run's folder. All ranks call it."""
     if wrapped.is_deepspeed:
         import deepspeed
 
         module: Any = wrapped.model.module
-        with deepspeed.zero.GatheredParameters(list(module.parameters())):  # of stage 3, and then let go again
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):  # for stage 3; freed again afterwards
             weights = {key: tensor.detach().cpu().clone() for key, tensor in module.state_dict().items()}
     else:
         weights = {key: tensor for (_, key), tensor in whole_state(wrapped, with_optimizer=False).items()}
@@ -159,7 +159,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         cause: BaseException = error
-        while cause.__context__ is not None and not isinstance(cause, OSError):  # behind what torch makes of it
+        while cause.__context__ is not None and not isinstance(cause, OSError):  # torch hides it
             cause = cause.__context__
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -174,7 +174,7 @@ def save_tensors(state: Any, path: Path) -> None:
 
         save_file({name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}, path)
     else:
-        with path.open("wb") as file:  # whose errors say more than those of torch's own writer
+        with path.open("wb") as file:  # its errors say more than those of torch's own writer
             torch.save(state, file)
 
 
@@ -186,12 +186,12 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-# The whole weights and optimizer state by name: gathered from ranks that have parts or stages, and put back
+# Whole weights and optimizer state by name: gathered from ranks that have parts or stages, and put back
 
 
 def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> Tensors:
-    """Weights ("") and the optimizer's tensors by kind and name, whole on the first rank alone. All ranks call it."""
-    # It warns that a weight which two dimensions cut is gathered in two steps, as it must be.
+    """Weights ("") and the optimizer's tensors by kind and name, whole on the first rank only. All ranks call it."""
+    # torch warns that a weight cut over two dimensions is gathered in two steps, which cannot be avoided.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     module, states = _unwrapped(wrapped.model), wrapped.inner.state
     tensors: Tensors = {("", name): tensor for name, tensor in module.state_dict().items()}
@@ -204,7 +204,7 @@ def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> Tensors:
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keeps:
             whole[key] = full.detach().cpu()
-    if wrapped.pipeline is not None:  # each stage has some
+    if wrapped.pipeline is not None:  # each stage has some of them
         parts: list[Any] = [whole] * dist.get_world_size()
         dist.gather_object(whole, parts if is_first else None)
         whole = {key: tensor for part in parts for key, tensor in part.items()}
@@ -213,7 +213,7 @@ def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> Tensors:
 
 @torch.no_grad()
 def put_state(wrapped: Wrapped, tensors: Tensors) -> None:
-    """Puts back what `whole_state` gave the first rank, in a run that may be cut otherwise. All ranks call it."""
+    """Restores what `whole_state` gave the first rank, even if this run is cut differently. All ranks call it."""
     module, states = _unwrapped(wrapped.model), wrapped.inner.state
     own, parameters = module.state_dict(), dict(module.named_parameters())
     device = next(module.parameters()).device
@@ -224,10 +224,10 @@ def put_state(wrapped: Wrapped, tensors: Tensors) -> None:
         full = tensors[kind, name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
         if dist.is_initialized():
             dist.broadcast(full, 0)
-        if name not in own:  # of another stage
+        if name not in own:  # another stage has it
             continue
         like = own[name]
-        if kind == "step":  # a number, which AdamW keeps on the host
+        if kind == "step":  # a number that AdamW keeps on the host
             states[parameters[name]][kind] = full.cpu()
             continue
         if isinstance(like, DTensor):

@@ -104,16 +104,16 @@ class Config:
 
     @property
     def largest(self) -> int:
-        """The most samples of a forward on a rank, where they are known before they were tried."""
+        """The most samples in a forward on a rank, as far as known before any is tried."""
         return self.batch_size if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
-# A run resumes a checkpoint that was made with the same values of these.
+# A run can resume only a checkpoint made with the same values of these options.
 LASTING = (
     "task", "model", "norm", "image_size", "augment", "context", "pack", "width", "layers", "batch_size", "optimizer",
     "momentum", "betas", "weight_decay", "base_batch_size", "lr_scaling", "max_norm", "precision", "seed",
 )  # fmt: skip
-# Each option does nothing unless another one has this value.
+# Each of these options does nothing unless another option has the given value.
 NEEDS = {
     "stage": ("engine", "deepspeed"), "deepspeed_config": ("engine", "deepspeed"), "replicas": ("engine", "fsdp2"),
     "norm": ("task", "vision"), "image_size": ("task", "vision"), "augment": ("task", "vision"),
@@ -129,7 +129,7 @@ ABOVE_0 = {
 
 
 def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | None]:
-    """The options, and the ranks that `--plan` is asked for (0: those of this job; None: train)."""
+    """The options, and the number of ranks that `--plan` names (0: this job's; None: train)."""
     parser = _Parser(
         description="Train a model with exact gradient accumulation, on whatever this is started with.",
         epilog="example: torchrun --nproc-per-node 2 launch/train.py --config configs/ddp-cpu.toml --updates 20",
@@ -137,7 +137,7 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these; the command line beats it")
     parser.add_argument("--plan", type=int, nargs="?", const=0, metavar="RANKS", help="print the run's plan, and stop")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # by DeepSpeed's launcher
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from DeepSpeed's launcher
     parser.add_argument(
         "--tensorboard", dest="track", action="store_const", const="tensorboard", help=argparse.SUPPRESS
     )
@@ -160,7 +160,7 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     if path:
         parser.where = f"{path}: "
         in_file = parser.read(_words_of(path))
-    if "epochs" in given:  # which beats the file, and updates would beat it
+    if "epochs" in given:  # it overrides the file, whose updates would override it
         in_file.pop("updates", None)
     config = Config(**{name: value for name, value in {**in_file, **given}.items() if name in kinds})
     model, data = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "docs"))}[config.task]
@@ -186,7 +186,7 @@ def int_or_auto(word: str) -> int | str:
 
 
 def _words_of(path: Path) -> list[str]:
-    """A file's options as words of the command line."""
+    """A file's options as command-line words."""
     try:
         values = tomllib.loads(read_text(path))
     except OSError as error:
@@ -204,7 +204,7 @@ def _words_of(path: Path) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """Reads UTF-8 whatever the locale, without the byte-order mark that editors on Windows write."""
+    """Reads UTF-8 whatever the locale, without the byte-order mark that Windows editors write."""
     return path.read_text(encoding="utf-8-sig")
 
 
@@ -243,7 +243,7 @@ def _check_folder(folder: Path, resume: bool) -> None:
 
 
 def check_batch(config: Config, ranks: int) -> None:
-    """Stops where the batch cannot be cut over data ranks: each update gives every one as many micro-batches."""
+    """Stops if the batch cannot be cut over data ranks: in an update all must get equally many micro-batches."""
     batch, micro = config.batch_size, config.largest
     steps = -(-batch // (ranks * micro))
     if batch // ranks < steps:
@@ -256,13 +256,13 @@ def check_batch(config: Config, ranks: int) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    where = ""  # what is read, for errors
+    where = ""  # the source being read, for errors
 
     def error(self, message: str) -> NoReturn:
         stop(f"{self.where}{message}")
 
     def read(self, words: Sequence[str] | None) -> dict[str, Any]:
-        """The options that are given."""
+        """Returns the options that were given."""
         found, unknown = self.parse_known_args(words)
         if unknown:
             name, flags = unknown[0].split("=")[0], [flag for one in self._actions for flag in one.option_strings]
@@ -277,7 +277,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def stop(message: str, everywhere: bool = False, status: int = 2) -> NoReturn:
-    """One line, from one rank of each machine, and the exit status of a wrong call."""
+    """Prints one line, from one rank per machine, and exits with the status of a wrong call."""
     if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(status)
@@ -294,7 +294,7 @@ def refusals_in_a_line() -> Iterator[None]:
 
 @contextmanager
 def failures_in_a_line() -> Iterator[None]:
-    """Reports a failure that ends a run and is no mistake of this program."""
+    """Reports a failure that ends a run but is not a bug of this program."""
     resume = "what was saved is whole, and --resume goes on from it"
     try:
         yield
@@ -305,12 +305,12 @@ def failures_in_a_line() -> Iterator[None]:
 
 
 def a_line(error: object) -> str:
-    """An error's text in a line, or its kind where it has none."""
+    """An error's text in one line, or its type if it has none."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 class BrokenFileError(OSError):
-    """A file of the data that cannot be read; a loader's worker hands on its traceback, whose last line is kept."""
+    """A data file that cannot be read. A loader's worker passes on a traceback, whose last line is kept."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.rstrip().splitlines()[-1].split(f"{type(self).__name__}: ")[-1])

@@ -1,4 +1,4 @@
-"""The order of the samples, which the seed alone decides: the same on any number of ranks, and after a resume."""
+"""The order of the samples, which depends only on the seed: the same on any number of ranks, and after a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True)
 class Order:
-    """Which samples an update takes: a permutation per epoch, `batch_size` after `batch_size`.
+    """Decides which samples an update takes: a permutation per epoch, in slices of `batch_size`.
 
     >>> order = Order(num_samples=5, batch_size=2, seed=0)
     >>> order.updates_per_epoch, [len(order.of_update(update)) for update in range(4)]
@@ -31,7 +31,7 @@ class Order:
     def of_update(self, update: int) -> Tensor:
         epoch, place = divmod(update, self.updates_per_epoch)
         order = _permutation(self.num_samples, self.seed * 1_000_003 + epoch)
-        # The epoch is in the key, so that what is drawn at random for a sample differs between epochs.
+        # The key includes the epoch, so that random draws for a sample differ between epochs.
         return epoch * self.num_samples + order[place * self.batch_size : (place + 1) * self.batch_size]
 
 
@@ -43,7 +43,7 @@ def _permutation(number: int, seed: int) -> Tensor:
 def micro_batches(order: Order, first: int, updates: int, steps: int, rank: int, ranks: int) -> list[list[int]]:
     """A rank's micro-batches from update `first` to the end of its epoch or of the run, as a `batch_sampler`.
 
-    Every update but the last of an epoch gives each rank `steps` of them, as even as can be.
+    Every update but the last of an epoch gives each rank `steps` of them, as even as possible.
 
     >>> [[len(one) for one in micro_batches(Order(10, 8, 0), 0, 9, 2, rank, ranks=2)] for rank in range(2)]
     [[2, 2, 1], [2, 2, 1]]
@@ -58,12 +58,12 @@ def micro_batches(order: Order, first: int, updates: int, steps: int, rank: int,
 
 
 def part(whole: Tensor, i: int, parts: int) -> Tensor:
-    """The i-th of these parts, in order; their sizes differ by one at most."""
+    """The i-th of `parts` parts, in order; their sizes differ by at most one."""
     return whole[i * len(whole) // parts : (i + 1) * len(whole) // parts]
 
 
 class Keyed(Dataset[Any]):
-    """`dataset` by the keys of an `Order`; what it draws at random is drawn from seed and key alone.
+    """Indexes `dataset` by the keys of an `Order`; its random draws depend only on seed and key.
 
     So a sample does not depend on the rank, the worker or the number of samples loaded before it.
     """

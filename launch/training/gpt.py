@@ -11,7 +11,7 @@ from torch.nn.functional import relu, scaled_dot_product_attention
 
 
 class GPT(nn.Module):
-    """`tokens` and `places` are None behind the first of several stages, `norm` and `scores` before the last."""
+    """The model, or one stage: `tokens` and `places` are None after the first, `norm` and `scores` before the last."""
 
     def __init__(self, width: int, layers: int, context: int, tokens: int = 256) -> None:
         super().__init__()
@@ -20,10 +20,10 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(width) for i in range(layers)})
         self.norm: nn.LayerNorm | None = nn.LayerNorm(width)
         self.scores: nn.Linear | None = nn.Linear(width, tokens, bias=False)
-        self._part = 0  # of each row's tokens, the one that this rank has
+        self._part = 0  # which part of each row's tokens this rank has
 
     def forward(self, entering: Tensor) -> Tensor:
-        """Scores of the next token, from tokens; of a stage, from what the one before it gave."""
+        """Scores of the next token, from tokens; in a later stage, from the previous stage's output."""
         hidden = entering
         if self.tokens is not None and self.places is not None:
             length = entering.shape[1]
@@ -36,7 +36,7 @@ class GPT(nn.Module):
         return hidden
 
     def cut_heads(self, mesh: Any) -> None:
-        """Tensor parallelism: each rank of `mesh` has some of the heads, and a part of what follows them."""
+        """Tensor parallelism: each rank of `mesh` has some of the heads, and a part of the layers that follow them."""
         from torch.distributed.tensor import parallel
 
         for layer in self.layers.values():
@@ -63,12 +63,12 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and two layers on each token, norms first; query, key and value apart, to be cut by heads."""
+    """Causal attention and two layers on each token, norms first. Query, key and value are apart, to cut by heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.head = width // num_heads(width)
-        self.mesh: Any = None  # of the ranks that have the other parts of each row
+        self.mesh: Any = None  # of ranks that have the other parts of each row
         self.query, self.key, self.value, self.leave = (nn.Linear(width, width) for _ in range(4))
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -89,19 +89,19 @@ class Block(nn.Module):
         return attended.transpose(1, 2).flatten(2)
 
     def _mask(self, query: Tensor, key: Tensor) -> Tensor:
-        """Which tokens of the row each token of this rank's part sees."""
+        """A mask of the tokens of the row that each token of this rank's part sees."""
         part, length = self.mesh.get_local_rank(), query.shape[2]
         own = torch.arange(part * length, (part + 1) * length, device=query.device)
         return own[:, None] >= torch.arange(key.shape[2], device=query.device)
 
 
 def num_heads(width: int) -> int:
-    """The number of heads, of 32 dimensions each where that divides the width."""
+    """The number of heads, of 32 dimensions each if that divides the width."""
     return math.gcd(width, max(1, width // 32))
 
 
 def whole_rows(parts: Tensor, mesh: Any) -> Tensor:
-    """The parts of all ranks, joined along the tokens; in backward each part gets the sum of its gradients."""
+    """Joins the parts of all ranks along the tokens; in backward each part gets the sum of its gradients."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     cut = DTensor.from_local(parts.contiguous(), mesh, [Shard(parts.dim() - 2)], run_check=False)

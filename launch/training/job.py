@@ -1,4 +1,4 @@
-"""Job: this process among those that were started, whoever started them; and the signals that stop it."""
+"""Job: this process among those of the job, whatever launched them; and the signals that stop it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distaccum import DistaccumError
 from .config import DTYPES, Config, check_batch, stop
 from .meshes import check_sharing, sharing
 
-EXCHANGE_SECONDS = 0.5  # between two questions of the ranks whether one of them was sent a signal
+EXCHANGE_SECONDS = 0.5  # between two checks over the ranks for a signal
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Job:
     rank: int
     ranks: int
     local_rank: int
-    data_rank: int  # neighbours that share samples are one
+    data_rank: int  # neighbours that share samples have the same
     data_ranks: int
     device: torch.device
     engine: str
-    is_planned: bool  # nothing is started
+    is_planned: bool  # for --plan: nothing is started
 
     @classmethod
     def find(cls, config: Config, plan: int | None = None) -> Job:
-        """Reads the environment. With `plan`, rank 0 of that many ranks, whose devices this machine need not have."""
+        """Reads the environment. With `plan`, acts as rank 0 of that many ranks, on any machine."""
         if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun python launch/train.py
             named = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "STEP_NUM_TASKS"}
             os.environ.update({name: os.environ[f"SLURM_{slurm}"] for name, slurm in named.items()})
@@ -87,18 +87,18 @@ class Job:
             timeout = timedelta(minutes=self.config.timeout)
             store, rank, ranks = next(rendezvous("env://", self.rank, self.ranks, timeout=timeout))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
-                # torchrun keeps its store when it starts all processes again (torch 2.15), with addresses of dead ones
-                # in it, which the new ones would wait for. On several nodes the count may differ between them.
+                # When torchrun restarts all processes (torch 2.15), it keeps its store with the addresses of dead ones,
+                # for which the new ones would wait. On several nodes the restart count may differ between them.
                 store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        elif self.engine in ("ddp", "fsdp2", "deepspeed"):  # which want a group, be it of one
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in __all__
+        elif self.engine in ("ddp", "fsdp2", "deepspeed"):  # these need a group, even of one rank
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but missing in __all__
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if dist.is_initialized() and kind is None:  # after an error the others may be waiting: leave at once
-            gc.collect()  # a gloo group that something holds when Python ends may abort it
+        if dist.is_initialized() and kind is None:  # after an error others may be waiting: exit at once
+            gc.collect()  # a gloo group still in use when Python exits may abort it
             dist.destroy_process_group()
 
     @property
@@ -106,18 +106,18 @@ class Job:
         return self.rank == 0
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast, unless the engine lowers the precision by itself."""
+        """Autocast, unless the engine lowers the precision itself."""
         precision = self.config.precision
         if precision in ("float32", "float64") or self.engine in ("fsdp2", "deepspeed", "accelerate"):
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[precision])
 
     def largest(self, *numbers: int) -> list[int]:
-        """The largest value of each number over ranks."""
+        """The maximum of each number over the ranks."""
         return [int(number) for number in self.reduce(torch.tensor(numbers), dist.ReduceOp.MAX)]
 
     def reduce(self, numbers: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Sums a tensor on the host over ranks, or takes the largest."""
+        """Sums a tensor on the host over the ranks, or takes the maximum."""
         if self.ranks > 1 and not self.is_planned:
             try:
                 dist.all_reduce(numbers, how)
@@ -130,7 +130,7 @@ class Job:
         self.largest(0)
 
     def peak_memory(self) -> int:
-        """The most bytes that this rank had: of its GPU, or of its process where it has none."""
+        """The peak memory of this rank in bytes: of its GPU, or of its process if it has none."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -142,22 +142,22 @@ class Job:
 
 
 class Signals:
-    """SIGTERM or Ctrl-C asks for a stop; the ranks agree on the micro-batch after which all of them leave.
+    """Handles SIGTERM and Ctrl-C: the ranks agree on the micro-batch after which all of them stop.
 
-    A launcher passes one Ctrl-C on a second time, so that a second signal changes nothing. The ranks exchange what each
-    was asked for after as many micro-batches as take `seconds` on the slowest rank: an exchange in each micro-step
-    would let every rank wait for the slowest one.
+    A launcher passes one Ctrl-C on a second time, so a second signal changes nothing. The ranks exchange requests after
+    as many micro-batches as take `seconds` on the slowest rank: an exchange in each micro-step would make every rank
+    wait for the slowest one.
     """
 
     def __init__(self, job: Job, seconds: float) -> None:
         self._job, self._seconds = job, seconds
         self._number = 0
-        self._calls, self._every = 0, 1  # calls of `asked` since the last exchange, and until the next
-        self._time = time.monotonic()  # of the last exchange
+        self._calls, self._every = 0, 1  # calls of `asked` since the last exchange, and between two
+        self._time = time.monotonic()  # when the last exchange was
 
     def __enter__(self) -> Signals:
         self._found = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._job.wait_for_all()  # of which one that a signal kills would leave the others waiting
+        self._job.wait_for_all()  # a rank that a signal killed before this would leave the others waiting
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,10 +168,10 @@ class Signals:
         self._number = number
 
     def asked(self, is_due: bool, *, in_window: bool = False) -> int:
-        """Agrees on what all ranks do here: go on (0), save, which is due on one of them (1), or stop by this signal.
+        """Agrees on what all ranks do here: go on (0), save, as one of them asks (1), or stop by this signal.
 
-        All ranks call it at the same places. Most calls on several ranks exchange nothing; where there is an exchange,
-        it is one small reduction on the host, and inside a window it never follows two micro-batches in a row.
+        All ranks call it at the same places. Most calls on several ranks exchange nothing. An exchange is one small
+        reduction on the host, and never follows two micro-batches in a row inside a window.
         """
         self._calls += 1
         if self._job.ranks > 1 and self._calls < max(self._every, 1 + in_window):
@@ -184,5 +184,5 @@ class Signals:
 
 
 def _in_a_line(message: Warning | str, *_: object) -> str:
-    """A warning without the line of code that gave it."""
+    """A warning in one line, without the code that raised it."""
     return f"train: {message}\n"

@@ -20,7 +20,7 @@ Collate = Callable[[list[Any]], Batch]
 
 
 def sharing(config: Config) -> tuple[str, int]:
-    """The option by which ranks share samples, and how many do; "" and 1 where each rank has its own."""
+    """The option by which ranks share samples, and how many do; "" and 1 if each rank has its own."""
     return next(((name, getattr(config, name)) for name in SHARING if getattr(config, name) > 1), ("", 1))
 
 
@@ -56,7 +56,7 @@ def check_sharing(config: Config, ranks: int) -> None:
 
 
 def cut_model(model: nn.Module, config: Config, device: torch.device) -> tuple[Any, Any]:
-    """Cuts the model in place; the mesh of data ranks and those that share samples, and the one FSDP2 works over.
+    """Cuts the model in place; returns the mesh of data ranks and sharing ranks, and the mesh for FSDP2.
 
     All ranks call it.
     """
@@ -67,7 +67,7 @@ def cut_model(model: nn.Module, config: Config, device: torch.device) -> tuple[A
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks // number, number), mesh_dim_names=("data", SHARING[name]))
     own = mesh[SHARING[name]]
-    if name == "cp":  # each of these ranks has a gradient of the same weights, from its part of the tokens
+    if name == "cp":  # each of these ranks has a gradient of all weights, from its part of the tokens
         model.cut_rows(own)
         return mesh, init_device_mesh(device.type, (ranks,), mesh_dim_names=("ranks",))
     if name == "tp":
@@ -78,7 +78,7 @@ def cut_model(model: nn.Module, config: Config, device: torch.device) -> tuple[A
 
 
 def make_pipeline(model: nn.Module, mesh: Any, device: torch.device) -> Any:
-    """The schedule of the stages, of which this rank has one; a micro-batch is cut into a chunk for each stage."""
+    """The schedule of the stages, with one per rank; a micro-batch is cut into as many chunks as there are stages."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     stage = PipelineStage(model, mesh.get_local_rank(), mesh.size(), device, group=mesh.get_group())
@@ -86,7 +86,7 @@ def make_pipeline(model: nn.Module, mesh: Any, device: torch.device) -> Any:
 
 
 def run_stages(model: nn.Module, mesh: Any, config: Config, tokens: Tensor) -> Tensor | None:
-    """Scores on the last stage, one stage after the other. The schedule's own `eval` would prepare its stages anew."""
+    """Runs the stages in turn; returns scores on the last. The schedule's own `eval` would set its stages up anew."""
     stage, group = mesh.get_local_rank(), mesh.get_group()
     ranks, entering = dist.get_process_group_ranks(group), tokens
     if stage > 0:
@@ -100,7 +100,7 @@ def run_stages(model: nn.Module, mesh: Any, config: Config, tokens: Tensor) -> T
 
 
 def cut_batches(collate: Collate, config: Config, mesh: Any) -> Collate:
-    """Collates what this rank has of a batch."""
+    """Makes a `collate` that returns this rank's part of a batch."""
     name, number = sharing(config)
     if name in ("", "tp"):  # tensor-parallel ranks have whole batches
         return collate

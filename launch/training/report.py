@@ -1,4 +1,4 @@
-"""The output of a run: its plan, lines and a log during the run, a summary and a picture at its end."""
+"""The output of a run: its plan, progress lines and a log while it runs, a summary and a picture at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {"plain": "a plain module", "deepspeed": "DeepSpeed", "accelerate": "Acc
 
 
 def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates: int) -> str:
-    """Ranks, steps and bytes, worked out from the batch that is wanted and what fits."""
+    """Describes ranks, steps and bytes, as they follow from the requested batch and what fits."""
     number = sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad)
     batch, epoch, is_auto = config.batch_size, order.updates_per_epoch, config.micro_batch_size == "auto"
     largest, tail = -(-batch // (job.data_ranks * steps)), order.num_samples % batch
@@ -44,7 +44,7 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
         + (f"; about {batch * task.per_sample:.0f} {task.unit}" if task.unit != "samples" else ""),
         f"{updates} updates, {epoch} per epoch" + (f", whose last is {tail} samples" if tail else ""),
     ]
-    # What autocast and FSDP2's policy lower is not the gradient; DeepSpeed's bf16 and fp16 lower that too.
+    # Autocast and FSDP2's policy do not lower the gradient's precision; DeepSpeed's bf16 and fp16 do.
     dtype = config.precision if job.engine == "deepspeed" or config.precision == "float64" else "float32"
     each = f"in each of {steps} micro-steps" if steps > 1 else "in its one micro-step"
     often = {"every": each, "replicas": f"over shards {each}, and between replicas once per update"}
@@ -60,9 +60,9 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
 
 
 class Report:
-    """The log of updates, lines of progress and the rest; all but rank 0 write nothing.
+    """Writes the log of updates, lines of progress and the rest, on rank 0 only.
 
-    An update's numbers are read one update later, when they are there without waiting for the device.
+    An update's numbers are read one update later, when they are available without waiting for the device.
     """
 
     def __init__(self, config: Config, job: Job, unit: str, updates: int, start: int) -> None:
@@ -71,10 +71,10 @@ class Report:
         self._last: tuple[Update, float, float] | None = None  # with its learning rate and the time of its end
         self._began = self._told = time.perf_counter()
         self._read: list[Update] = []
-        self._counted = self._rate = 0.0  # `unit`s, and those per second
+        self._counted = self._rate = 0.0  # `unit`s, and `unit`s per second
         self._tracker: Any = None
         if job.is_first:
-            (self._folder / "weights.pt").unlink(missing_ok=True)  # of a shorter run that this one goes on with
+            (self._folder / "weights.pt").unlink(missing_ok=True)  # from a shorter run that this one resumes
             (self._folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
             _cut(self._folder / "log.jsonl", "index", start - 1)
             _cut(self._folder / "evaluation.jsonl", "updates", start)
@@ -93,7 +93,7 @@ class Report:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:  # else the last update's numbers may wait for ranks that are gone
+        if kind is None:  # after an error, the last update's numbers may wait for lost ranks
             self.flush()
         if self._job.is_first:
             self._log.close()
@@ -105,7 +105,7 @@ class Report:
         self._last = (update, lr, time.perf_counter())
 
     def flush(self, to_disk: bool = False) -> None:
-        """Writes the update that is still to be read."""
+        """Writes the update that has not been read yet."""
         if self._job.is_first and self._last is not None:
             (update, lr, now), self._last = self._last, None
             self._read.append(update)
@@ -131,7 +131,7 @@ class Report:
                 self._tracker.add_scalar(name, value, index)
 
     def progress(self, index: int, micro_batches: int) -> None:
-        """Reports the number of finished updates, and of finished micro-batches of the next one."""
+        """Reports how many updates, and how many micro-batches of the next one, are finished."""
         now = time.perf_counter()
         if not 0 < self._config.progress_every <= now - self._told:
             return
@@ -157,14 +157,14 @@ class Report:
         self._track(updates, {f"held out/{name}": value for name, value in measured.items()})
 
     def summary(self, measured: dict[str, float]) -> None:
-        """Printed, and in summary.json; with a picture beside the log."""
+        """Prints the summary, and writes it to summary.json, with a picture next to the log."""
         if not self._job.is_first:
             return
         self.flush()
         seconds, updates, say = time.perf_counter() - self._began, self._read, self._job.say
         values = {
             "updates": self._start + len(updates),
-            "seconds": seconds,  # of this start, with evaluation and checkpoints
+            "seconds": seconds,  # since this start, including evaluation and checkpoints
             "seconds_per_update": sum(update.seconds for update in updates) / max(1, len(updates)),
             f"{self._unit}_per_second": self._counted / seconds,
             "peak_memory": self._job.peak_memory(),
@@ -177,7 +177,7 @@ class Report:
         if updates:
             say(f"loss {updates[0].loss:.4f} -> {updates[-1].loss:.4f}; held out: {listed(measured)}")
         noise = updates[-1].noise_scale if updates else None
-        if noise is not None:  # as of the last updates; it grows as the loss falls
+        if noise is not None:  # at the last updates; it grows as the loss falls
             values["noise_scale"] = noise
             say(f"noise scale {noise:.0f} {self._unit}, the last batch {_count(updates[-1]):.0f}")
         (self._folder / "summary.json").write_text(_json(values, indent=1) + "\n")
@@ -191,7 +191,7 @@ def _count(update: Update) -> float:
 
 
 def draw(folder: Path) -> Path | None:
-    """The loss and the learning rate of a run, as curve.png beside its log."""
+    """Draws the loss and the learning rate of a run, as curve.png next to its log."""
     try:
         import matplotlib
     except ImportError:
@@ -216,7 +216,7 @@ def draw(folder: Path) -> Path | None:
 
 
 def _cut(path: Path, key: str, last: int) -> None:
-    """Keeps the lines up to this `key`: a killed run may have logged updates that no checkpoint has."""
+    """Keeps the lines up to this `key`: a killed run may have logged updates that are in no checkpoint."""
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)[key] <= last]  # not half a line
     path.write_text("".join(kept))

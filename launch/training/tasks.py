@@ -23,9 +23,9 @@ from .config import BrokenFileError, Config, a_line, read_text, stop
 from .data import Keyed
 from .gpt import GPT
 
-HELD_OUT = 5  # one sample in five is held out, where the data has no split of its own
-IGNORED = -100  # the label of what has no next token, which cross_entropy leaves out
-Batch = dict[str, Tensor]  # "inputs" of the model, and "labels" of its scores
+HELD_OUT = 5  # one sample in five is held out if the data has no split of its own
+IGNORED = -100  # the label of a token without a next one; cross_entropy leaves it out
+Batch = dict[str, Tensor]  # "inputs" of the model, and "labels" for its scores
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Task:
     model: nn.Module
     title: str  # of model and data
     train: Keyed
-    held_out: Any  # as a sequence of samples
+    held_out: Any  # a sequence of samples
     collate: Callable[[list[Any]], Batch]
     count: Callable[[Any], Any]  # what the loss is a mean over
-    unit: str  # of what `count` counts
-    per_sample: float = 1.0  # of it, on average
+    unit: str  # that `count` counts
+    per_sample: float = 1.0  # units in a sample, on average
 
 
 def loss_of(scores: Any, labels: Tensor, reduction: str = "mean") -> Tensor:
@@ -47,14 +47,14 @@ def loss_of(scores: Any, labels: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def measure(scores: Any, labels: Tensor) -> Tensor:
-    """Sums over a batch: of what the loss is a mean over, the loss, and what is right."""
+    """Sums over a batch: the number that the loss is a mean over, the loss, and the right answers."""
     total = loss_of(scores, labels, "sum")
     right = getattr(scores, "logits", scores).argmax(-1) == labels
     return torch.stack([labels.ne(IGNORED).sum(), total, right.sum()]).double().cpu()
 
 
 def make_task(config: Config, is_first_here: bool = True, wait: Callable[[], None] = lambda: None) -> Task:
-    """`is_first_here` is the one process of a machine that downloads, and `wait` makes the others wait for it."""
+    """Makes the task. `is_first_here`: this process downloads for its machine; `wait` makes the others wait for it."""
     torch.manual_seed(config.seed)
     task = _vision(config, is_first_here, wait) if config.task == "vision" else _language(config)
     if not len(task.train) or not len(task.held_out):
@@ -75,7 +75,7 @@ def train_mode(model: nn.Module, config: Config) -> None:
 
 
 def _load_weights(model: nn.Module, path: Path) -> str:
-    """Loads what `state_dict()` of a model gave; one layer that is other or missing begins anew. Says what it did."""
+    """Loads a `state_dict()`; at most one layer may differ or be missing, and is made anew. Returns what it did."""
     own: dict[str, Any] = model.state_dict()
     found: dict[str, Any] = {}
     try:
@@ -91,7 +91,7 @@ def _load_weights(model: nn.Module, path: Path) -> str:
         reason = a_line(error) if isinstance(error, OSError | ImportError) else type(error).__name__
         stop(f"weights = '{path}' cannot be read as weights by their names ({reason})")
     anew = sorted({name.rpartition(".")[0] for name in own.keys() - fits.keys()})
-    statistics = ("running_mean", "running_var", "num_batches_tracked")  # which GroupNorm has not
+    statistics = ("running_mean", "running_var", "num_batches_tracked")  # GroupNorm has none
     unknown = sorted(name for name in found.keys() - own.keys() if not name.endswith(statistics))
     if unknown or len(anew) > 1:
         stop(f"weights = '{path}' is of another model than this run's, as in {(anew[1:] or unknown)[0]}")
@@ -100,8 +100,8 @@ def _load_weights(model: nn.Module, path: Path) -> str:
 
 
 def try_model(task: Task, config: Config, device: torch.device) -> None:
-    """Stops where the model does not take the data: two copies of a sample go forward, and nothing is left of them."""
-    task.model.to(device).eval()  # or statistics and random numbers would change
+    """Stops if the model does not take the data; runs forward on two copies of a sample, without lasting effect."""
+    task.model.to(device).eval()  # otherwise statistics and random numbers would change
     batch = to_device(task.collate([task.train[0]] * 2), device)
     try:
         with torch.no_grad():
@@ -216,7 +216,7 @@ def _vision_model(config: Config, classes: int) -> nn.Module:
         stop(f"model = {config.model!r} is no torchvision model; there are resnet18, resnet50, vit_b_16 and others")
     more: dict[str, Any] = {"image_size": config.image_size} if config.model.startswith("vit_") else {}
     if config.model in ("googlenet", "inception_v3"):
-        more.update(aux_logits=False, init_weights=True)  # second outputs, which the loss here has no use for
+        more.update(aux_logits=False, init_weights=True)  # this loss has no use for second outputs
     try:
         model: nn.Module = models.get_model(config.model, num_classes=classes, **more)
         return model
@@ -225,7 +225,7 @@ def _vision_model(config: Config, classes: int) -> nn.Module:
 
 
 def _cnn(classes: int) -> nn.Module:
-    """Small enough for a laptop to train in seconds."""
+    """A network small enough for a laptop to train in seconds."""
     layers: list[nn.Module] = []
     for before, after in ((3, 16), (16, 32)):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
@@ -239,24 +239,24 @@ def _language(config: Config) -> Task:
     if config.model == "gpt":
         model: nn.Module = GPT(config.width, config.layers, config.context)
         encode: Callable[[str], list[int]] = lambda text: list(text.encode())  # noqa: E731  # a token is a byte
-        end: int | None = 0  # which no text has
+        end: int | None = 0  # no text has it
     else:
         model, encode, end = _from_hugging_face(config)
     texts = [[*encode(text), *([] if end is None else [end])] for text in _texts(Path(config.data), config.field)]
 
     def rows_of(indices: list[int]) -> list[Tensor]:
-        """Tokens, each with its label: the next one, and none at the end of a text, where another may follow."""
+        """Rows of tokens with labels: the next token, or none at the end of a text, since another may follow."""
         chosen = [torch.tensor([text, [*text[1:], IGNORED]]).T for i in sorted(indices) if (text := texts[i])]
         chosen = [torch.cat(chosen)] if config.pack and chosen else chosen
         rows = [row for text in chosen for row in torch.split(text, config.context)]
-        return [row for row in rows if len(row) > 1]  # one token has no next one
+        return [row for row in rows if len(row) > 1]  # a single token has no next one
 
     held_out, kept = map(rows_of, _split(len(texts), config.seed))
 
     def collate(rows: list[Tensor]) -> Batch:
-        """Padded at the end, where a causal model's earlier tokens do not see it; a row's last token has no label.
+        """Pads at the end, which a causal model's earlier tokens do not see; a row's last token has no label.
 
-        Labels are moved here and not in the loss: where ranks have parts of a row, the next token may be another's.
+        Labels are shifted here, not in the loss: if ranks have parts of a row, another rank may have the next token.
         """
         labels = pad_sequence([row[:-1, 1] for row in rows], batch_first=True, padding_value=IGNORED)
         rows = [row[:, 0] for row in rows]
@@ -275,7 +275,7 @@ def _language(config: Config) -> Task:
 
 
 def _texts(path: Path, field: str) -> list[str]:
-    """Of a file, or of a folder's: a field of each JSON line, paragraphs, or lines where no line is empty."""
+    """The texts of a file or folder: a field of each JSON line, paragraphs, or lines if no line is empty."""
     files = (
         sorted(one for one in path.rglob("*") if one.suffix in (".txt", ".md", ".jsonl")) if path.is_dir() else [path]
     )
@@ -298,12 +298,12 @@ def _of_json(line: str, where: str, field: str) -> str:
     try:
         text: str = json.loads(line)[field].strip()
         return text
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # no JSON, no object, no such field, no text
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # not JSON, no object, no such field, no text
         stop(f"{where} is no JSON object with a text as {field!r} ({a_line(error)}); --field names it")
 
 
 def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[int]], int | None]:
-    """The model, what makes tokens of a text, and the token that ends a text, if there is one."""
+    """The model, a function from a text to its tokens, and the token that ends a text, if there is one."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
@@ -311,7 +311,7 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, use_cache=False)
-    except Exception as error:  # of many kinds, after what is missing or broken
+    except Exception as error:  # its type depends on what is missing or broken
         stop(f"model = {config.model!r} is no language model that transformers finds: {a_line(error)}")
     longest = getattr(model.config, "max_position_embeddings", config.context)
     if config.context > longest:
@@ -320,12 +320,12 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Moves it without waiting for the copy."""
+    """Moves a batch without waiting for the copy."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """The parts that a sharded model gathers one at a time: its repeated blocks, those of a Hugging Face model too."""
+    """The parts that a sharded model gathers one at a time: its repeated blocks, even of a Hugging Face model."""
     names = {"BasicBlock", "Bottleneck", "EncoderBlock", "Block"}
     names |= set(getattr(model, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__ in names]

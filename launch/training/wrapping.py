@@ -1,4 +1,4 @@
-"""The model in its wrapper, with the optimizer and all that goes with them: one function per engine."""
+"""Wraps the model, with its optimizer and everything that belongs to them: one function per engine."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .tasks import blocks
 
 @dataclass
 class Wrapped:
-    model: nn.Module  # what is called, and what the Accumulator gets
-    optimizer: Any  # likewise; None where the engine keeps it
+    model: nn.Module  # the one to call, and to give the Accumulator
+    optimizer: Any  # for the Accumulator; None if the engine keeps it
     schedule: LambdaLR
     inner: Optimizer  # the torch optimizer in it
     scaler: torch.amp.GradScaler | None = None
     accelerator: Any = None
-    mesh: Any = None  # of data ranks and those that share samples, if there are any
-    pipeline: Any = None  # the schedule that calls the model, which is then one of its stages
+    mesh: Any = None  # of data ranks and ranks that share samples, if any
+    pipeline: Any = None  # the schedule that calls the model, which is then a stage
     stages: Callable[[Tensor], Tensor | None] | None = None  # the pipeline's forward in evaluation
 
     @property
@@ -42,7 +42,7 @@ class Wrapped:
         return float(self.inner.param_groups[0]["lr"])
 
     def set_schedule(self, stepped: int) -> None:
-        """Puts the schedule of this run, not of the one that wrote the checkpoint, where it is after so many steps."""
+        """Moves this run's schedule, not that of the run that wrote the checkpoint, to its place after these steps."""
         self.schedule.last_epoch = stepped
         for group, base, factor in zip(
             self.inner.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
@@ -55,7 +55,7 @@ class Wrapped:
 
 
 def change_blocks(model: nn.Module, config: Config) -> None:
-    """Compiles blocks, and has them run again in backward, as the run wants; before the model is wrapped."""
+    """Sets blocks to be compiled, or recomputed in backward, as configured; call it before the model is wrapped."""
     parts = blocks(model)
     if config.activation_checkpointing:
         if not parts:
@@ -119,7 +119,7 @@ def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Opti
 
 
 def read_deepspeed(config: Config) -> dict[str, Any]:
-    """DeepSpeed's JSON, with what the run says in the place of "auto" and of what is not there."""
+    """DeepSpeed's JSON, with the run's values in place of "auto" and of missing entries."""
     path = Path(config.deepspeed_config or ROOT / "configs" / "deepspeed" / f"zero{config.stage}.json")
     try:
         values: dict[str, Any] = json.loads(read_text(path))
@@ -142,7 +142,7 @@ def read_deepspeed(config: Config) -> dict[str, Any]:
 
 
 def _start_deepspeed(job: Job) -> None:
-    """DeepSpeed in this job's process group."""
+    """Imports DeepSpeed into this job's process group."""
     os.environ.update(wrappers.deepspeed_variables(job.device.type))
     try:
         wrappers.import_deepspeed(job.device.type)
@@ -153,7 +153,7 @@ def _start_deepspeed(job: Job) -> None:
 def _deepspeed(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
     values = read_deepspeed(config)
     _start_deepspeed(job)
-    if config.precision != "float32":  # its weights are then of this dtype, and what goes in must be too
+    if config.precision != "float32":  # then its weights have this dtype, and so must its inputs
         dtype = DTYPES[config.precision]
         model.register_forward_pre_hook(
             lambda _, given: tuple(x.to(dtype) if x.is_floating_point() else x for x in given)
@@ -177,7 +177,7 @@ def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
     except ImportError:
         stop("engine = 'accelerate' and it is not installed; pip install accelerate")
     accelerator = Accelerator(
-        # It must hear that this is the CPU, or it leaves the ranks apart; but then it would not hear of DeepSpeed.
+        # Without cpu=True it would not connect the ranks on a CPU; with it, it would ignore DeepSpeed.
         cpu=is_cpu and not is_deepspeed,
         mixed_precision=config.precision if config.precision in ("bf16", "fp16") else "no",
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu and is_deepspeed else [],
