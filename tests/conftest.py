@@ -11,7 +11,7 @@ from tests.support.ranks import Ranks
 QUICK = (
     "house/suite house/architecture docs/reference core/leaving core/law core/waits grids/engines core/window "
     "core/state core/loaders core/cutting runs/update engines/ddp engines/ddp_forms runs/heads "
-    "engines/fsdp2 wrappers/deepspeed wrappers/accelerate core/parts core/scaling extensions/wide_sums core/limits"
+    "engines/fsdp2 wrappers/deepspeed wrappers/accelerate core/scaling extensions/wide_sums core/limits"
 )
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (

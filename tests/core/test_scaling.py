@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.job import MOST_SKIPS
-from tests.support.engines import full_gradient, full_weights, fully_sharded
+from tests.support.engines import fully_sharded
 from tests.support.problems import gradient_of_trunk, join, make_batch, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, hooked, loss_of, refused, run_window, weights
@@ -80,8 +80,8 @@ def test_scaler_changes_no_gradient():
     steps_exactly(accumulator, model, before)
 
 
-def poison(batch, value=math.nan):
-    return {**batch, "x": batch["x"] * value}
+def poison(batch):
+    return {**batch, "x": batch["x"] * math.nan}
 
 
 def test_policy_raise_applies_to_the_loss_alone_with_a_scaler():
@@ -109,14 +109,6 @@ def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
         assert error(before - weights(one), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
         assert error(before - weights(two), 0.2 * gradient_of_trunk(BATCHES)) <= 1e-12
         assert scaler.get_scale() == (2.0**11 if by == 1.0 else 2.0**10)
-
-
-def test_clipping_comes_after_unscaling():
-    model, _, accumulator = scaled(max_norm=1e-3)
-    before = weights(model)
-    update = run_window(accumulator.window(BATCHES), model).step()
-    assert update.grad_norm == pytest.approx(float(gradient_of_trunk(BATCHES).norm()), rel=1e-12)
-    assert float((before - weights(model)).norm()) == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
 def test_large_finite_gradients_are_clipped_to_the_norm():
@@ -167,25 +159,6 @@ def test_gradient_unscaled_by_the_caller_is_not_unscaled_again():
     assert error(weights(one), weights(two)) <= 1e-6
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_policy_raise_names_the_loss_and_changes_nothing(value):
-    model = trunk()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, optimizer)
-    before = weights(model)
-    window = run_window(accumulator.window([*BATCHES, poison(BATCHES[0], value)]), model)
-    with pytest.raises(
-        DistaccumError,
-        match=r"gradient of this window is not finite \(the loss of micro-batch 3 on rank 0 is nan; first in 0.0.weight"
-        r", 0.0.bias, 0.2.weight and 3 more",
-    ):
-        window.step()
-    assert torch.equal(weights(model), before)
-    assert not optimizer.state
-    run_window(accumulator.window(BATCHES), model)
-    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
-
-
 def test_policy_skip_leaves_weights_and_optimizer_unchanged():
     model = trunk()
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -202,12 +175,6 @@ def test_policy_skip_leaves_weights_and_optimizer_unchanged():
     assert schedule.last_epoch == 1
 
 
-def test_policy_ignore_steps_with_nonfinite_gradients():
-    model, accumulator = make(on_nonfinite="ignore")
-    assert run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
-    assert weights(model).isnan().any()
-
-
 def test_nonfinite_gradient_raises_before_the_callers_step():
     model = trunk()
     with pytest.raises(DistaccumError, match="not finite"):
@@ -222,10 +189,10 @@ def test_ranks_agree_on_the_place_of_a_nan(kind, where, on_nonfinite):
     """A nonfinite loss is found in its micro-batch; a NaN from a backward has no known place in a loop."""
     model = DistributedDataParallel(trunk()) if kind == "DDP" else fully_sharded(parts=False)(trunk(), 0.1)[0]
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
-    before = full_weights(model)
+    before = weights(model)
     place = {
-        "loss": "not finite (the loss of micro-batch 1 on rank 1 is nan; first in 0.0.weight, 0.0.bias, ",
-        "backward": "not finite (every loss is finite, so it came up in a backward or in the reduction; first in 0.0",
+        "loss": "(the loss of micro-batch 1 on rank 1 is nan; first in 0.0.weight, 0.0.bias, 0.2.weight and 3 more",
+        "backward": "(every loss is finite, so it came up in a backward or in the reduction; first in 0.0",
     }[where]
     for _ in range(2):
         window = accumulator.window(BATCHES)
@@ -233,10 +200,10 @@ def test_ranks_agree_on_the_place_of_a_nan(kind, where, on_nonfinite):
             is_bad = (dist.get_rank(), i) == (1, 1)
             loss = loss_of(model, poison(batch) if is_bad and where == "loss" else batch)
             window.backward(hooked(loss, lambda g: g * math.nan) if is_bad and where == "backward" else loss)
-        assert place in (refused(window.step) if on_nonfinite == "raise" else window.step().reason)
-        assert torch.equal(full_weights(model), before)
+        assert "not finite " + place in (refused(window.step) if on_nonfinite == "raise" else window.step().reason)
+        assert torch.equal(weights(model), before)
     run_window(accumulator.window(BATCHES), model)
-    assert error(full_gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
 
 def test_long_run_of_skips_is_an_error():

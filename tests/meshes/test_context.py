@@ -20,10 +20,10 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_tokens
 from distaccum.extensions import NoiseScale
 from tests.support.collectives import gathered
-from tests.support.oracle import flat, step_off
+from tests.support.oracle import step_off
 from tests.support.problems import IGNORED, Batch, join, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, gradient, refused, run_window
+from tests.support.windows import error, gradient, refused, run_window, weights
 
 TOKENS = 6
 # Sizes of micro-batches by data rank: even, uneven, a dry rank.
@@ -197,9 +197,9 @@ def test_update_cuts_parts_alike_and_counts_samples_once():
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), **options)
     rank, exact = mesh["data"].get_local_rank(), make_reader()
     criterion(exact, join([make_batch(5, seed=rank) for rank in range(2)]), "mean").backward()
-    before = flat(net.parameters())
+    before = weights(net)
     update = accumulator.update(cut(make_batch(5, seed=rank), mesh["context"]), lambda one: criterion(net, one, "mean"))
-    off = error(before - flat(net.parameters()), gradient(exact))
+    off = error(before - weights(net), gradient(exact))
     lengths = []
     for window in accumulator.windows([cut(make_batch(2, seed=rank + i), mesh["context"]) for i in range(4)]):
         lengths.append(run_window(window, net, partial(criterion, how="mean")).step().micro_batches)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -67,13 +67,17 @@ def make_mixture() -> Mixture:
 
 def on_a_mesh(how: str) -> Mixture:
     net, ranks = make_mixture(), dist.get_world_size()
-    num = ranks if how == "ignored, over all" else 2
+    num = ranks if how in ("ignored, over all", "beside sharded layers") else 2
     mesh = init_device_mesh("cpu", (ranks // num, num), mesh_dim_names=("copies", "experts"))
     cut = distribute_tensor(net.experts.weight.detach(), mesh["experts"], [Shard(0)])
     net.experts.weight, net.experts.group = nn.Parameter(cut), mesh["experts"].get_group()
     every = init_device_mesh("cpu", (ranks,))
     if how.startswith("ignored"):
         fully_shard(net, mesh=every, ignored_params={net.experts.weight})
+        return net
+    if how == "beside sharded layers":  # the root is no FSDPModule
+        for layer in (net.enter, net.router, net.leave):
+            fully_shard(layer, mesh=every)
         return net
     if how == "on a mesh of one shard":  # torchtitan's dp_replicate, with as many experts as shards
         mesh = init_device_mesh("cpu", (ranks // num, 1, num), mesh_dim_names=("replicate", "copies", "experts"))
@@ -95,6 +99,7 @@ HOW = [
     "on a mesh of one shard",
     "ignored, over some",
     "ignored, over all",
+    "beside sharded layers",
 ]
 
 
@@ -124,7 +129,7 @@ def errors_with_experts(how: str, sync: str, router: bool) -> list[float]:
     ("how", "sync", "router"),
     [
         *((how, "last", False) for how in HOW),
-        *((how, "every", False) for how in (HOW[0], HOW[3])),
+        *((how, "every", False) for how in (HOW[0], HOW[3], HOW[5])),
         ("along another dimension", "last", True),
     ],
 )
@@ -134,17 +139,22 @@ def test_law_holds_with_experts(how, sync, router):
 
 
 @on_ranks(4)
-def test_experts_as_dtensors_are_refused_with_ddp():
+def test_experts_as_dtensors_are_refused_where_their_gradient_or_norm_is_unknown():
     net, ranks = make_mixture(), dist.get_world_size()
     mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
-    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
-    beside = [DistributedDataParallel(nn.Linear(5, 8)), experts]
-    for models, where in (
-        (beside, "weight is a DTensor over data-parallel ranks, outside of DDP"),
-        ([DistributedDataParallel(net, init_sync=False)], "experts.weight is a DTensor inside of DDP"),
+    whole, copied = experts.weight.detach(), Experts()
+    experts.weight = nn.Parameter(distribute_tensor(whole, mesh["experts"], [Shard(0)]))
+    copied.weight = nn.Parameter(distribute_tensor(whole, mesh["experts"], [Replicate()]))
+    ddp, sharded = DistributedDataParallel(nn.Linear(5, 8)), fully_shard(nn.Linear(5, 8))
+    flat = FullyShardedDataParallel(nn.Linear(5, 8), device_id=torch.device("cpu"))
+    for models, where, cure in (
+        ([ddp, experts], "weight is a DTensor over data-parallel ranks, outside of DDP", "ignored_params"),
+        ([DistributedDataParallel(net, init_sync=False)], "experts.weight is a DTensor inside of DDP", "ignored_param"),
+        ([flat, experts], "weight is a DTensor outside of FSDP1", "use fully_shard"),
+        ([sharded, copied], "weight is a DTensor outside of FSDP2", "Place it as Shard over data-parallel ranks"),
     ):
         said = refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))
-        assert where in said and "ignored_params" in said
+        assert where in said and cure in said
 
 
 @pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])

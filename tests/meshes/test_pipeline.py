@@ -22,10 +22,10 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, WideSums
 from tests.support.engines import TORCH
-from tests.support.oracle import flat, step_off
+from tests.support.oracle import step_off
 from tests.support.problems import IGNORED, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import refused
+from tests.support.windows import refused, weights
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
 CHUNKS = 2
@@ -61,9 +61,11 @@ class Pipe:
         here, every = self.mesh["stage"].get_local_rank(), by_stage(kind)
         self.here = [here] if len(every) == 2 else [here, 3 - here] if kind == "ZBVZeroBubble" else [here, here + 2]
         self.modules: list[nn.Module] = [every[i] for i in self.here]
-        if wrap in ("fsdp2", "replicate"):
+        if wrap == "replicate":
             for module in self.modules:
-                (fully_shard if wrap == "fsdp2" else replicate)(module, mesh=self.mesh["data"])
+                replicate(module, mesh=self.mesh["data"])
+        elif wrap.startswith("fsdp2"):
+            self.shard(wrap.removeprefix("fsdp2 "))
         elif wrap == "ddp":
             group = self.mesh["data"].get_group()
             self.modules = [DistributedDataParallel(module, process_group=group) for module in self.modules]
@@ -77,12 +79,19 @@ class Pipe:
         self.schedule = make(stages[0] if len(every) == 2 else stages, CHUNKS, loss_fn=loss_fn, **options)
         self.is_last = len(every) - 1 in self.here
 
+    def shard(self, how: str) -> None:
+        """Each stage, and its layers ("layers"); these alone ("inside"); both, gathered after forward ("kept")."""
+        for stage in self.modules:
+            layers = [layer for layer in stage if list(layer.parameters())] if how != "fsdp2" else []
+            for module in [*layers, *[stage] * (how != "inside")]:
+                fully_shard(module, mesh=self.mesh["data"], reshard_after_forward=False if how == "kept" else None)
+
     def parameters(self) -> list[nn.Parameter]:
         return [p for module in self.modules for p in module.parameters()]
 
     def weights(self, _: Any = None) -> Tensor:
         """Those of all stages, in their order."""
-        mine = {i: flat(module.parameters()) for i, module in zip(self.here, self.modules, strict=True)}
+        mine = {i: weights(module) for i, module in zip(self.here, self.modules, strict=True)}
         dist.all_gather_object(both := [mine] * 2, mine, group=self.mesh["stage"].get_group())
         return torch.cat([values for _, values in sorted({**both[0], **both[1]}.items())])
 
@@ -145,7 +154,7 @@ def test_named_losses_are_exact_over_stages():
     """A loss over tokens and one over samples, of which some chunks have no token."""
     pipe = Pipe("1F1B", "ddp", two_losses)
     counts = {"tokens": count_tokens(1), "samples": count_samples}
-    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), count=counts)
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), count=counts, max_norm=1e9)
     window, of_all = accumulator.window(batches_of(1, pipe.rank, 3)), lambda *both: sum(two_losses(*both).values())
     assert pipe.window_off(window, nn.Sequential(*by_stage("1F1B")), whole(1, (3, 3)), of_all) <= 1e-10
 
@@ -236,22 +245,11 @@ def test_window_that_is_left_leaves_no_trace_in_a_pipeline():
 @on_ranks(4)
 def test_sharded_stages_whose_gradients_torch_would_lose_are_refused(kind, how, said):
     """Stages of which torch reduces gradients too early, or loses some: measured in torch 2.15."""
-    every = by_stage(kind)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
-    here, group = mesh["stage"].get_local_rank(), mesh["stage"].get_group()
-    places, stages = [here] if len(every) == 2 else [here, here + 2], []
-    for place in places:
-        whole = [] if how == "inside" else [every[place]]
-        for module in [*(one for one in every[place] if list(one.parameters())), *whole]:
-            fully_shard(module, mesh=mesh["data"], reshard_after_forward=False if how == "kept" else None)
-        stages.append(pipelining.PipelineStage(every[place], place, len(every), torch.device("cpu"), group=group))
-    make = getattr(pipelining, f"Schedule{kind}")
-    schedule = make(stages if len(every) > 2 else stages[0], CHUNKS, loss_fn=criterion, scale_grads=False)
-    parameters = [p for place in places for p in every[place].parameters()]
+    pipe = Pipe(kind, f"fsdp2 {how}")
 
     def plan() -> None:
-        accumulator = Accumulator(schedule, SGD(parameters, lr=0.1), count=count_tokens(1))
-        accumulator.window(batches_of(0, mesh["data"].get_local_rank(), 1))
+        accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), count=count_tokens(1))
+        accumulator.window(batches_of(0, pipe.rank, 1))
 
     assert said in refused(plan)
 

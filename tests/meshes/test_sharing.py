@@ -3,6 +3,7 @@
 The oracle is one big batch of the samples of the data-parallel ranks, in one process.
 """
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -22,13 +23,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, count_tokens
-from tests.support.oracle import everything, flat, step_off
+from distaccum import Accumulator, count_samples, count_tokens
+from distaccum.extensions import NoiseScale
+from tests.support.oracle import everything, step_off
 from tests.support.problems import make_batch, micro_batches_of
 from tests.support.ranks import on_ranks
-from tests.support.windows import refused, run_window
+from tests.support.windows import refused, run_window, weights
 
 # Sizes of micro-batches by data-parallel rank: even, uneven, a dry rank.
 WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
@@ -82,8 +85,9 @@ def parallelized(net: Text, tensor: Any, plan: str) -> Text:
                 parallelize_module(block, tensor, prepare)
         else:
             parallelize_module(block, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if plan == "loss":
-        parallelize_module(net, tensor, {"leave": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    if plan in LOSSES:  # of outputs that stay a DTensor
+        outputs = Replicate() if plan == "replicated loss" else Shard(-1)
+        parallelize_module(net, tensor, {"leave": ColwiseParallel(output_layouts=outputs, use_local_output=False)})
     return net
 
 
@@ -106,10 +110,18 @@ def criterion(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
 
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+# By plan, the loss of outputs that stay a DTensor, and how it lies over the tensor-parallel ranks.
+LOSSES = {"loss": (criterion, "R"), "replicated loss": (squares, "R"), "partial loss": (squares, "P")}
+
+
 @pytest.mark.parametrize(
     ("world", "plan", "sync", "clip", "wrap"),
     [
-        *((4, plan, "last", 1e9, "root too") for plan in ("tensor", "sequence", "loss")),
+        *((4, plan, "last", 1e9, "root too") for plan in ("tensor", "sequence", *LOSSES)),
         *((4, "sequence", sync, 0.05, "root too") for sync in ("every", "gathered")),
         *((2, plan, "last", clip, "") for plan, clip in (("tensor", 1e9), ("sequence", 0.05))),
         (4, "tensor", "last", 0.05, "blocks alone"),  # beside plain parameters
@@ -122,12 +134,20 @@ def test_law_holds_beside_tensor_parallel_ranks(world, plan, sync, clip, wrap):
     num = world // 2
     net, rank = sharded({2: (2,), 4: (2, 2), 8: (2, 2, 2)}[world], plan, wrap)
     optimizer = SGD(net.parameters(), lr=1.0, foreach=False if wrap == "blocks alone" else None)
-    accumulator = Accumulator(net, optimizer, sync=sync, count=count_tokens("labels"), max_norm=clip)
+    loss_fn, placement = LOSSES.get(plan, (criterion, ""))
+    count = count_samples if loss_fn is squares else count_tokens("labels")
+    accumulator = Accumulator(net, optimizer, sync=sync, count=count, max_norm=clip)
     for index, pair in enumerate(WINDOWS):
         layout = [pair[r % 2] for r in range(num)] if num > 1 else [pair[1]]
         window = accumulator.window(micro_batches_of(layout, index, rank))
+
+        def run(batch: Any, window: Any = window) -> None:
+            loss = loss_fn(net, batch)
+            assert plan not in LOSSES or str(loss.placements[0])[0] == placement
+            window.backward(loss)
+
         with loss_parallel():
-            assert max(step_off(net, window, make_text(), everything(layout, index), criterion, clip=clip)) <= 1e-10
+            assert max(step_off(net, window, make_text(), everything(layout, index), loss_fn, run, clip)) <= 1e-10
 
 
 @pytest.mark.parametrize(
@@ -158,7 +178,7 @@ def test_failure_of_a_tensor_parallel_rank_is_met_alike_on_all_ranks(how):
     """It comes before any forward has communicated."""
     net, rank = sharded((2, 2), "tensor")
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.1), micro_batch_size=4)
-    before, calls, updates = flat(net.parameters()), 0, []
+    before, calls, updates = weights(net), 0, []
 
     def loss_fn(batch: Any) -> Tensor:
         nonlocal calls
@@ -173,7 +193,7 @@ def test_failure_of_a_tensor_parallel_rank_is_met_alike_on_all_ranks(how):
         assert (said, updates[0].micro_batches) == ("nothing", 2)
     else:
         assert said == "ValueError: a broken sample" if dist.get_rank() == 1 else "failed in update 0" in said
-        assert torch.equal(before, flat(net.parameters()))
+        assert torch.equal(before, weights(net))
 
 
 def names_of_partial(net: nn.Module) -> list[str]:
@@ -183,8 +203,7 @@ def names_of_partial(net: nn.Module) -> list[str]:
 
 @on_ranks(2)
 def test_partial_sums_are_settled_once_after_the_last_backward():
-    plan = "sequence"
-    net, _ = sharded((2,), plan)
+    net, _ = sharded((2,), "sequence")
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count_tokens("labels"))
     window, partial = accumulator.window([make_batch(2, seed=i) for i in range(2)]), []
     for batch in window:
@@ -195,3 +214,41 @@ def test_partial_sums_are_settled_once_after_the_last_backward():
     first, last, after = partial
     assert first and first == last
     assert after == []
+
+
+@on_ranks(2)
+def test_loss_over_data_parallel_ranks_is_refused():
+    mesh = init_device_mesh("cpu", (2,))
+    net = fully_shard(make_text(), mesh=mesh)
+    window = Accumulator(net, SGD(net.parameters(), lr=0.0)).window([make_batch(2, seed=0)])
+
+    def loss_of_all(net: nn.Module, batch: Any) -> Any:
+        return DTensor.from_local(net(batch["x"]), mesh, [Shard(0)]).square().mean()
+
+    message = refused(run_window, window, net, loss_of_all)
+    assert "a DTensor over the data-parallel ranks [0, 1]" in message and "take the loss of local outputs" in message
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP1"])
+@on_ranks(2)
+def test_options_that_read_the_gradient_are_refused_over_hidden_parts(how):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    net = parallelized(make_text(), mesh["tensor"], "tensor")
+    model: Any
+    if how == "DDP":
+        model = DistributedDataParallel(net, device_mesh=mesh["data"])
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warns that a mesh of one rank is not cut
+            model = FullyShardedDataParallel(net, device_mesh=mesh["data"], device_id=torch.device("cpu"))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    cure = "leave these out, with on_nonfinite='ignore'"
+    for options, said in (
+        ({}, ["on_nonfinite='raise' or", "over tensor-parallel modules", cure]),
+        ({"max_norm": 1.0, "on_nonfinite": "ignore"}, ["max_norm=1.0,", cure]),
+        ({"extensions": [NoiseScale()], "on_nonfinite": "ignore"}, ["NoiseScale() with", "or leave it out"]),
+    ):
+        message = refused(Accumulator, model, optimizer, **options)
+        assert all(part in message for part in said), message
+    accumulator = Accumulator(model, optimizer, on_nonfinite="ignore")
+    assert run_window(accumulator.window([make_batch(2, seed=0)] * 2), model, criterion).step().stepped

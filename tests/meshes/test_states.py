@@ -12,10 +12,10 @@ from torch.optim import SGD
 from distaccum import Accumulator, Window, count_tokens
 from tests.meshes import test_context, test_experts, test_pipeline
 from tests.meshes import test_sharing as test_meshes
-from tests.support.engines import TORCH, full
+from tests.support.engines import TORCH
 from tests.support.problems import make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import refused
+from tests.support.windows import flat, refused
 
 pytestmark = pytest.mark.long
 
@@ -57,7 +57,7 @@ class Job:
         return test_pipeline.criterion(outputs, labels)
 
     def weights(self) -> Tensor:
-        return torch.cat([full(p).detach().flatten() for p in self.parameters])
+        return flat(self.parameters)
 
     def window(self, factor: float = 1.0) -> str | None:
         """Why its window makes no update; `factor` is of this rank's first micro-batch."""

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, Report, count_samples, count_tokens
-from tests.support.engines import zero
+from tests.support.engines import fsdp1, fully_sharded, zero
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, refused
 
@@ -294,37 +294,26 @@ def test_misuse_of_check_raises_a_clear_error():
 
 
 def wrapped(kind: str, model: nn.Module) -> nn.Module:
-    if kind == "FSDP2":
-        from torch.distributed.fsdp import fully_shard
-
-        return fully_shard(model)
-    if kind == "FSDP1":
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    return DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
+    if kind.startswith("DDP"):
+        return DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
+    wrap = fully_sharded(parts=False) if kind == "FSDP2" else fsdp1("FULL_SHARD", parts=False)
+    return wrap(model, 1.0)[0]
 
 
 LAYERS = {"batchnorm": [nn.BatchNorm1d(8)], "dropout": [nn.Dropout(0.2), nn.Dropout(0.3)]}
 LOSSES = {"count": of_tokens, "loss": of_pairs, "reduction": lambda m, b: of_samples(m, b, "sum")}
-CAUSES = ("", "batchnorm", "dropout", "count", "loss", "reduction")
-
-
-def over_ranks(kind: str) -> list[Report]:
-    found = []
-    for cause in CAUSES:
-        model = wrapped(kind, token_net() if cause == "count" else net(*copy.deepcopy(LAYERS.get(cause, []))))
-        batch = make_batch(*[(7, 1), (4, 2)][dist.get_rank()])
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
-        loss = LOSSES.get(cause, of_samples)
-        found.append(accumulator.check(batch, lambda part, model=model, loss=loss: loss(model, part)))
-    return found
 
 
 @pytest.mark.parametrize("kind", ["DDP", "DDP views", "FSDP2", "FSDP1"])
-def test_ranks_report_the_same_verdict(ranks, kind):
-    for one, other, cause in zip(*ranks(2).run(over_ranks, kind), CAUSES, strict=True):
-        assert one == other and one.samples == 11 and one.micro_batches == (3, 2)
+@on_ranks(2)
+def test_ranks_report_the_same_verdict(kind):
+    for cause in ("", *LAYERS, *LOSSES):
+        model = wrapped(kind, token_net() if cause == "count" else net(*copy.deepcopy(LAYERS.get(cause, []))))
+        batch, loss = make_batch(*[(7, 1), (4, 2)][dist.get_rank()]), LOSSES.get(cause, of_samples)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+        one = accumulator.check(batch, lambda part, model=model, loss=loss: loss(model, part))
+        dist.all_gather_object(both := [one, one], one)
+        assert both[0] == both[1] and one.samples == 11 and one.micro_batches == (3, 2)
         assert one.equivalent == (not cause), one
         assert [found.split(":")[0] for found in one.causes] == ([cause] if cause else []), one
 

@@ -21,7 +21,7 @@ from distaccum import Accumulator, DistaccumError
 from distaccum.runs.memory import is_out_of_memory
 from distaccum.runs.sizes import FIRST_WAIT, MicroBatchSize, largest_sample
 from tests.support.counting import Counting
-from tests.support.engines import COALESCES, KINDS, full_weights, fully_sharded
+from tests.support.engines import COALESCES, KINDS, fully_sharded
 from tests.support.problems import join, make_batch, make_net_without_router
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, hooked, loss_of, refused, weights
@@ -236,7 +236,7 @@ def wrap(kind: str) -> Any:
     net = make_net_without_router()
     if kind.startswith("ZeRO"):
         return KINDS[kind].wrap(net.float(), 1.0)[0], KINDS[kind].weights, torch.float32
-    return DistributedDataParallel(net) if kind == "DDP" else fully_sharded()(net, 1.0)[0], full_weights, torch.float64
+    return DistributedDataParallel(net) if kind == "DDP" else fully_sharded()(net, 1.0)[0], weights, torch.float64
 
 
 @pytest.mark.parametrize("where", ["planning", "reducing backward"])
@@ -259,43 +259,6 @@ def test_lost_rank_is_recognised_by_a_failed_collective(where):
 
 BUG, NO_MEMORY, EVERY_RANK = "a bug", "CUDA out of memory.", -1
 FAULTS = list(itertools.product((BUG, NO_MEMORY), ("loss", "backward")))
-
-
-def updates(kind: str, fault: tuple[str, str], at: tuple[int, int], sizes: list[int], options: dict[str, Any]) -> Any:
-    """Runs updates with a fault in one rank's n-th micro-batch; returns the message, the largest error and leaks."""
-    rank, (text, where) = dist.get_rank(), fault
-    model, read, dtype = wrap(kind)
-    optimizer = None if kind.startswith("ZeRO") else SGD(model.parameters(), lr=1.0)
-    accumulator = Accumulator(model, optimizer, **options)
-    calls, message, wrong, leaks = 0, "", [], []
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        here = at[0] in (rank, EVERY_RANK) and calls == at[1]
-        error = torch.OutOfMemoryError(text) if text == NO_MEMORY else RuntimeError(text)
-        if here and where == "loss":
-            raise error
-        outputs = model(batch["x"])
-        return (hooked(outputs, raising(error)) if here else outputs).square().mean()
-
-    for i in range(4):
-        batches = [make_batch(max(0, size + i), seed=10 * i + r, dtype=dtype) for r, size in enumerate(sizes)]
-        before, plain = read(model).double(), make_net_without_router()
-        for attempt in range(2):
-            try:
-                update = accumulator.update(batches[rank], loss_fn)
-                break
-            except (DistaccumError, RuntimeError) as caught:
-                message = f"{type(caught).__name__}: {caught}"
-                assert attempt == 0
-                leaks += leaked(model)
-        assert update.index == i
-        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
-        loss_of(plain, {"x": join(batches)["x"].double()}).backward()
-        wrong.append(error(before - read(model).double(), gradient(plain)))
-        leaks += leaked(model)
-    return message, max(wrong), leaks
 
 
 def leaked(model: Any) -> list[str]:
@@ -335,18 +298,56 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "cases", "sizes"), SCENES.values(), ids=SCENES)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "fault", "at"),
+    [
+        pytest.param(kind, sizes, *case, id=f"{scene}, {case}")
+        for scene, (kind, cases, sizes) in SCENES.items()
+        for case in cases
+    ],
+)
 @on_ranks(2)
-def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, cases, sizes):
-    for fault, at in cases:
-        message, wrong, leaks = updates(kind.partition(",")[0], fault, at, sizes, OPTIONS[kind])
-        assert wrong <= (1e-5 if "ZeRO" in kind else 1e-10) and not leaks
-        if fault[0] == NO_MEMORY:
-            assert not message
-        elif at[0] in (dist.get_rank(), EVERY_RANK):
-            assert message == f"RuntimeError: {fault[0]}"
-        else:
-            assert message.startswith(f"DistaccumError: rank {at[0]} failed in update ") and fault[0] in message
+def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, sizes, fault, at):
+    """`at`: the rank, and its n-th micro-batch."""
+    rank, (text, where) = dist.get_rank(), fault
+    model, read, dtype = wrap(kind.partition(",")[0])
+    optimizer = None if "ZeRO" in kind else SGD(model.parameters(), lr=1.0)
+    accumulator = Accumulator(model, optimizer, **OPTIONS[kind])
+    calls, message, wrong, leaks = 0, "", [], []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        here = at[0] in (rank, EVERY_RANK) and calls == at[1]
+        error = torch.OutOfMemoryError(text) if text == NO_MEMORY else RuntimeError(text)
+        if here and where == "loss":
+            raise error
+        outputs = model(batch["x"])
+        return (hooked(outputs, raising(error)) if here else outputs).square().mean()
+
+    for i in range(4):
+        batches = [make_batch(max(0, size + i), seed=10 * i + r, dtype=dtype) for r, size in enumerate(sizes)]
+        before, plain = read(model).double(), make_net_without_router()
+        for attempt in range(2):
+            try:
+                update = accumulator.update(batches[rank], loss_fn)
+                break
+            except (DistaccumError, RuntimeError) as caught:
+                message = f"{type(caught).__name__}: {caught}"
+                assert attempt == 0
+                leaks += leaked(model)
+        assert update.index == i
+        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+        loss_of(plain, {"x": join(batches)["x"].double()}).backward()
+        wrong.append(error(before - read(model).double(), gradient(plain)))
+        leaks += leaked(model)
+    assert max(wrong) <= (1e-5 if "ZeRO" in kind else 1e-10) and not leaks
+    if text == NO_MEMORY:
+        assert not message
+    elif at[0] in (rank, EVERY_RANK):
+        assert message == f"RuntimeError: {text}"
+    else:
+        assert message.startswith(f"DistaccumError: rank {at[0]} failed in update ") and text in message
 
 
 @on_ranks(2)
@@ -376,26 +377,6 @@ def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks():
     accumulator.update(batches[rank], Limited(model, 9))
     assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
     assert "1 sample does not fit into the memory of rank 1" in said
-
-
-@on_ranks(2)
-def test_error_in_one_ranks_step_stops_all_ranks_before_the_next_window():
-    model = wrap("DDP")[0]
-    optimizer = SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, optimizer, micro_batch_size=3)
-
-    def fail(*_: object) -> None:
-        if accumulator.index == 3 and dist.get_rank() == 1:  # the size is proven by now
-            raise ZeroDivisionError("in the optimizer")
-
-    optimizer.register_step_pre_hook(fail)
-    for i in range(5):
-        named = "ranks disagree on the update's index .rank 0: 4, rank 1: 3."
-        with (
-            pytest.raises(ZeroDivisionError) if i == 3 and dist.get_rank() else contextlib.nullcontext(),
-            pytest.raises(DistaccumError, match=named) if i == 4 else contextlib.nullcontext(),
-        ):
-            accumulator.update(make_batch(6, seed=i), lambda batch: loss_of(model, batch))
 
 
 def test_largest_sample_of_a_list_is_its_largest_tensor():

@@ -1,5 +1,6 @@
 """The wrappers on which the law is tested: how each is made, and how every rank reads all of its weights."""
 
+import itertools
 import math
 import os
 import sys
@@ -7,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, Extension
-from tests.support.problems import CASES, Batch, Net, big_batch, make_net, micro_batches_of
+from tests.support.oracle import Off, everything, step_off
+from tests.support.problems import CASES, Batch, Net, make_net, micro_batches_of
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 import wrappers
 
-from tests.support.windows import error
+from tests.support.windows import weights
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,6 @@ class Kind:
     @property
     def bound(self) -> float:
         return 1e-10 if self.dtype == torch.float64 else 1e-5
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def full_weights(model: nn.Module) -> Tensor:
-    return torch.cat([full(parameter).detach().flatten() for parameter in model.parameters()]).clone()
-
-
-def full_gradient(model: nn.Module) -> Tensor:
-    """None counts as zeros."""
-    return torch.cat(
-        [torch.zeros(p.shape).flatten() if p.grad is None else full(p.grad).flatten() for p in model.parameters()]
-    )
 
 
 def with_sgd(model: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
@@ -163,19 +151,19 @@ def wide_sums() -> list[Any]:
 
 
 KINDS: dict[str, Kind] = {
-    "plain": Kind(plain, full_weights, world=1),
-    "DDP": Kind(ddp, full_weights),
-    "DDP, bucket views": Kind(ddp_with_views, full_weights),
-    "DDP, three ranks": Kind(ddp, full_weights, world=3),
-    "DDP, one rank": Kind(ddp, full_weights, world=1),
-    "DDP, wide sums": Kind(ddp, full_weights, dtype=torch.float32, extensions=wide_sums),
-    "FSDP2": Kind(fully_sharded(), full_weights, SHARDED),
-    "FSDP2, root only": Kind(fully_sharded(parts=False), full_weights, SHARDED),
-    "FSDP2, parts": Kind(fully_sharded(root=False), full_weights, SHARDED),
-    "FSDP2, one rank": Kind(fully_sharded(), full_weights, SHARDED, world=1),
-    "FSDP2, kept after forward": Kind(fully_sharded(reshard_after_forward=False), full_weights, ("last",)),
-    "HSDP, 2 replicas of 1 shard": Kind(fully_sharded(shape=(2, 1)), full_weights, HYBRID),
-    "HSDP, 2 replicas of 2 shards": Kind(fully_sharded(shape=(2, 2)), full_weights, HYBRID, world=4),
+    "plain": Kind(plain, weights, world=1),
+    "DDP": Kind(ddp, weights),
+    "DDP, bucket views": Kind(ddp_with_views, weights),
+    "DDP, three ranks": Kind(ddp, weights, world=3),
+    "DDP, one rank": Kind(ddp, weights, world=1),
+    "DDP, wide sums": Kind(ddp, weights, dtype=torch.float32, extensions=wide_sums),
+    "FSDP2": Kind(fully_sharded(), weights, SHARDED),
+    "FSDP2, root only": Kind(fully_sharded(parts=False), weights, SHARDED),
+    "FSDP2, parts": Kind(fully_sharded(root=False), weights, SHARDED),
+    "FSDP2, one rank": Kind(fully_sharded(), weights, SHARDED, world=1),
+    "FSDP2, kept after forward": Kind(fully_sharded(reshard_after_forward=False), weights, ("last",)),
+    "HSDP, 2 replicas of 1 shard": Kind(fully_sharded(shape=(2, 1)), weights, HYBRID),
+    "HSDP, 2 replicas of 2 shards": Kind(fully_sharded(shape=(2, 2)), weights, HYBRID, world=4),
     "FSDP1": Kind(fsdp1("FULL_SHARD"), summoned_weights),
     "FSDP1, flat parameters": Kind(fsdp1("FULL_SHARD", use_orig_params=False), summoned_weights),
     "FSDP1, root only": Kind(fsdp1("FULL_SHARD", parts=False), summoned_weights),
@@ -189,15 +177,6 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@dataclass
-class Seen:
-    """The errors of one window on one rank."""
-
-    gradient: float  # error of the change of the weights, which equals the gradient's
-    loss: float
-    norm: float | None = None
-
-
 class Run:
     """A net under one kind of wrapper; each of its windows is compared with the one big batch."""
 
@@ -209,7 +188,6 @@ class Run:
         self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr, options.get("max_norm"))
         options = {"extensions": self.kind.extensions(), "reduction": reduction, "count": count, **options}
         self.accumulator = Accumulator(self.model, self.optimizer, **options)
-        self._after: Tensor | None = None  # the weights after the last window, which nothing else shall change
 
     def weights(self) -> Tensor:
         return self.kind.weights(self.model)
@@ -217,26 +195,19 @@ class Run:
     def micro_batches(self, layout: Any, index: int) -> list[Batch]:
         return micro_batches_of(layout, index, self.rank, self.kind.dtype)
 
-    def exact(self, at: Tensor, layout: Any, index: int) -> tuple[float, Tensor]:
-        batches = [b for r in range(self.world) for b in micro_batches_of(layout, index, r, self.kind.dtype)]
-        return big_batch(self.case, batches, at)
+    def window(self, layout: Any, index: int, clip: float = math.inf, also: Callable[[], Any] = lambda: None) -> Off:
+        """`also` is called after each backward, and between the loop and step()."""
+        loss_fn, how, reduction, _ = CASES[self.case]
+        window, turns = self.accumulator.window(self.micro_batches(layout, index)), itertools.count()
 
-    def window(self, layout: Any, index: int, max_norm: float = math.inf) -> Seen:
-        loss_fn, how, *_ = CASES[self.case]
-        before = self.weights() if self._after is None else self._after
-        window = self.accumulator.window(self.micro_batches(layout, index))
-        for turn, micro_batch in enumerate(window):
-            assert window.stand_in == (turn >= len(window))
+        def run(micro_batch: Batch) -> None:
+            assert window.stand_in == (next(turns) >= len(window))
             window.backward(loss_fn(self.model, micro_batch, how))
-        update = window.step()
-        assert update.stepped
-        loss, exact = self.exact(before, layout, index)
-        norm = float(exact.norm())
-        self._after = self.weights()
-        moved = (before.double() - self._after.double()) / self.lr
-        wrong = error(moved, exact * min(1.0, max_norm / norm))
-        off = None if update.grad_norm is None else abs(update.grad_norm - norm) / norm
-        return Seen(wrong, abs(update.loss - loss) / abs(loss), off)
+            also()
+
+        plain, whole = make_net().double(), everything(layout[: self.world], index, self.kind.dtype)
+        of_all = partial(loss_fn, how="mean" if reduction == "sum_to_mean" else how)
+        return step_off(self.model, window, plain, whole, of_all, run, clip, self.kind.weights, self.lr, also)
 
 
 # A window lists the micro-batch sizes of each rank, for up to four ranks.
@@ -251,8 +222,7 @@ LAYOUTS = [
 FOR_ONE_RANK = LAYOUTS[:4]
 
 
-def laws(name: str, sync: str, cases: Sequence[str] = tuple(CASES)) -> dict[str, list[Seen]]:
-    """Consecutive windows of each of these losses on this rank, each compared with the one big batch."""
-    layouts = list(enumerate(LAYOUTS if KINDS[name].world > 1 else FOR_ONE_RANK))
-    runs = {case: Run(name, case, sync=sync) for case in cases}
-    return {case: [run.window(layout, index) for index, layout in layouts] for case, run in runs.items()}
+def windows_off(name: str, sync: str, case: str) -> list[Off]:
+    """How far off this rank is in consecutive windows of this loss."""
+    run = Run(name, case, sync=sync)
+    return [run.window(layout, index) for index, layout in enumerate(LAYOUTS if run.world > 1 else FOR_ONE_RANK)]

@@ -1,16 +1,15 @@
 """Compares windows on this rank with one big batch in one process."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.engines import full, full_gradient
 from tests.support.problems import Batch, join, make_net_without_router, micro_batches_of
-from tests.support.windows import error, gradient, loss_of, run_window
+from tests.support.windows import error, gradient, loss_of, run_window, weights
 
 Layout = Sequence[Sequence[int]]  # the sizes of a window's micro-batches by rank
 
@@ -39,13 +38,17 @@ def gradients_off(
         window = run_window(accumulator.window(own(layout, index)), model, loss_fn)
         plain = make()
         loss_fn(plain, everything(layout, index)).backward()
-        found.append(error(full_gradient(model), gradient(plain)))
+        found.append(error(gradient(model), gradient(plain)))
         window.step()
     return found
 
 
-def flat(parameters: Iterable[Tensor]) -> Tensor:
-    return torch.cat([full(parameter).detach().flatten() for parameter in parameters]).double().clone()
+class Off(NamedTuple):
+    """The relative errors of a window."""
+
+    step: float  # of the change of the weights
+    norm: float  # before clipping; 0: none was taken
+    loss: float
 
 
 def step_off(
@@ -56,17 +59,19 @@ def step_off(
     loss_fn: Callable[..., Tensor] = loss_of,
     run: Callable[[Any], object] | None = None,
     clip: float = math.inf,
-    read: Callable[[nn.Module], Tensor] = lambda model: flat(model.parameters()),
+    read: Callable[[nn.Module], Tensor] = weights,
     lr: float = 1.0,
-) -> tuple[float, ...]:
-    """Errors of an SGD step with the rate `lr`, of the norm before clipping (0: none was taken) and of the loss.
+    between: Callable[[], object] = lambda: None,
+) -> Off:
+    """How far the window is off, with SGD of the rate `lr`.
 
     `plain` has the loss `loss_fn(plain, whole)` on the big batch; `run` runs a micro-batch with another. `read` reads
-    all weights.
+    all weights. `between` is called between the loop and step().
     """
     before = read(model).double()
     for batch in window:
         run(batch) if run is not None else window.backward(loss_fn(model, batch))
+    between()
     update = window.step()
     nn.utils.vector_to_parameters(before.clone(), plain.parameters())
     plain.zero_grad()
@@ -74,6 +79,21 @@ def step_off(
     loss.backward()
     norm = float(gradient(plain).norm())
     exact = gradient(plain) * min(1.0, clip / (norm + 1e-6))
-    of_norm = 0.0 if update.grad_norm is None else abs(update.grad_norm - norm) / norm
+    of_norm = 0.0 if update.grad_norm is None and clip == math.inf else abs(update.grad_norm - norm) / norm
     moved = (before - read(model).double()) / lr
-    return error(moved, exact), of_norm, abs(update.loss - loss.item()) / max(1.0, abs(loss.item()))
+    return Off(error(moved, exact), of_norm, abs(update.loss - loss.item()) / abs(loss.item()))
+
+
+def by_big_batches(
+    model: nn.Module, batches: Iterable[Any], loss_fn: Callable[..., Tensor], optimizer: Any, schedule: Any, clip: float
+) -> Iterator[tuple[Tensor, float, float, float]]:
+    """Updates by one call each: the weights after it, its loss, norm and rate. A mean over nothing makes none."""
+    for batch in batches:
+        loss, norm, rate = loss_fn(model, batch), torch.zeros(()), schedule.get_last_lr()[0]
+        if loss.isfinite():
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        yield weights(model), loss.item(), norm.item(), rate

@@ -1,6 +1,6 @@
 """Accumulators, their windows, what they refuse, and the vectors that are compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,15 +10,22 @@ from torch.optim import SGD
 from distaccum import Accumulator, DistaccumError
 
 
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All in one vector, of DTensors the whole."""
+    return torch.cat([full(tensor).detach().flatten() for tensor in tensors])
+
+
 def gradient(module: nn.Module) -> Tensor:
-    """The whole gradient in one vector; None counts as zeros."""
-    return torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()]
-    )
+    """None counts as zeros."""
+    return flat(torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters())
 
 
 def weights(module: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+    return flat(module.parameters())
 
 
 def error(seen: Tensor, exact: Tensor) -> float:

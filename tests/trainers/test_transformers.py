@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from distaccum import count_samples, count_tokens
 from tests.support.counting import Counting
+from tests.support.oracle import by_big_batches
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, gradient, weights
 from tests.wrappers.test_accelerate import accelerators
@@ -120,12 +121,8 @@ def make_trainer(
     return trainer
 
 
-def part_of(rank: int, world: int, rows: list[Row]) -> list[Row]:
-    return rows[rank::world]  # as Accelerate deals them out
-
-
 def windows_of(parts: list[list[Row]], epochs: int = 2) -> list[list[Row]]:
-    """The rows of each update, of all ranks."""
+    """The rows of each update, of all ranks; Accelerate deals them out in turn."""
     found = []
     for _ in range(epochs):
         for start in range(0, max(map(len, parts)), STEPS):
@@ -137,26 +134,24 @@ class Expected:
     """The updates by one call of the model on all rows of each; an update without labels is none."""
 
     def __init__(self, model: Net, windows: list[list[Row]]) -> None:
-        self.weights: list[Tensor] = []
-        self.logged: list[tuple[float, float, float]] = []  # loss, norm, learning rate
         sgd = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda update: 1 - update / len(windows))
-        for rows in windows:
-            loss = model(**collate(rows))["loss"]
-            norm = torch.zeros(())
-            rate = schedule.get_last_lr()[0]
-            if any(row["labels"].ne(IGNORED).any() for row in rows):
-                loss.backward()
-                norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-                sgd.step()
-                schedule.step()
-                sgd.zero_grad()
-            self.weights.append(weights(model))
-            self.logged.append((loss.item(), norm.item(), rate))
+        loss_of = lambda model, rows: model(**collate(rows))["loss"]  # noqa: E731
+        updates = list(by_big_batches(model, windows, loss_of, sgd, schedule, MAX_NORM))
+        self.weights = [after for after, *_ in updates]
+        self.logged = [logged for _, *logged in updates]  # loss, norm, learning rate
 
 
-def fit(kind: Any, model: Net, rows: Any, **options: Any) -> Any:
-    """The model's weights after each update, and what was logged of each; or an error's words."""
+def trained(kind: Any, model: nn.Module, rows: Any, resume: Any = None, **options: Any) -> Any:
+    """The trainer, after its training in a folder of its own."""
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(kind, model, rows, options.pop("folder", folder), **options)
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def fit(kind: Any, model: nn.Module, rows: Any, **options: Any) -> Any:
+    """The model's weights after each update, and what was logged of each."""
     from transformers import TrainerCallback
 
     seen: list[Tensor] = []
@@ -165,11 +160,9 @@ def fit(kind: Any, model: Net, rows: Any, **options: Any) -> Any:
         def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
             seen.append(weights(model))
 
-    resume = options.pop("resume", None)
-    with accelerators(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # their own
-        trainer = make_trainer(kind, model, rows, options.pop("folder", folder), callbacks=[Looks()], **options)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer = trained(kind, model, rows, callbacks=[Looks()], **options)
     logged = [
         (log["loss"], log["grad_norm"], log["learning_rate"]) for log in trainer.state.log_history if "loss" in log
     ]
@@ -212,7 +205,7 @@ LENGTHS = {
 @on_ranks()
 def test_updates_are_those_of_the_big_batch(world, case):
     rows = make_rows(LENGTHS[case])
-    expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
+    expected = Expected(make_net(), windows_of([rows[rank::world] for rank in range(world)]))
     seen, logged = fit(kinds()[1], make_net(), rows, accelerator_config=EVEN)
     assert worst(seen, expected.weights) <= 1e-10
     for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected.logged, strict=True):
@@ -284,7 +277,7 @@ def test_loss_that_gathers_meets_all_ranks_in_each_turn(lengths):
             return loss
 
     rows = make_rows(lengths)
-    expected = Expected(make_net(), windows_of([part_of(rank, 2, rows) for rank in range(2)], epochs=1))
+    expected = Expected(make_net(), windows_of([rows[::2], rows[1::2]], epochs=1))
     seen, _ = fit(Gathers, make_net(), rows, num_train_epochs=1, accelerator_config=EVEN)
     assert worst(seen, expected.weights) <= 1e-10
     assert sum(gathered) == sum(length for length in lengths if length > 0)
@@ -294,7 +287,7 @@ def test_loss_that_gathers_meets_all_ranks_in_each_turn(lengths):
 @on_ranks()
 def test_resumed_run_equals_the_uninterrupted_one(world, tmp_path):
     rows = make_rows([3, 5, 2, -7, 1, 4, 6, 2, 9, 3, 4][: 8 if world == 1 else 13])
-    expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
+    expected = Expected(make_net(), windows_of([rows[rank::world] for rank in range(world)]))
     folder = str(tmp_path)
     options = {"accelerator_config": EVEN, "save_strategy": "steps", "save_steps": 1, "folder": folder}
     fit(kinds()[1], make_net(), rows, **options)
@@ -343,29 +336,11 @@ def test_gradient_is_reduced_once_per_update():
     assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_wrong_count_of_ones_own_is_warned_of(size):
-    rows = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in make_rows([3, 3, 7, 7, 4, 4])]
-    with accelerators(), tempfile.TemporaryDirectory() as folder:
-        options = {"count": count_samples, "per_device_train_batch_size": size, "max_steps": 1}
-        trainer = make_trainer(kinds()[1], make_net(), rows, folder, **options)
-        with pytest.warns(
-            UserWarning, match=r"loss of Net is not a mean over what count= counts.*tokens\('labels'\) fits"
-        ):
-            trainer.train()
-
-
-def renamed(rows: list[Row]) -> Row:
-    return {{"labels": "targets"}.get(name, name): column for name, column in collate(rows).items()}
-
-
 def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
     own = with_loss(lambda model, inputs: model(inputs["input_ids"], inputs["targets"])["loss"])
-    with accelerators(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(own, make_net(WithoutKeywords), make_rows([3, 3, 3]), folder, max_steps=1)
-        trainer.data_collator = renamed
-        with pytest.warns(UserWarning, match="compute_loss is weighed by samples.*several loss types"):
-            trainer.train()
+    renamed = lambda rows: {{"labels": "targets"}.get(name, name): one for name, one in collate(rows).items()}  # noqa: E731
+    with pytest.warns(UserWarning, match="compute_loss is weighed by samples.*several loss types"):
+        trainer = trained(own, make_net(WithoutKeywords), make_rows([3, 3, 3]), collator=renamed, max_steps=1)
     assert trainer.update.counts == {"count": 3}
 
 
@@ -394,10 +369,16 @@ def heard(own: Any, collator: Any = collate, **options: Any) -> str:
     """The warnings of this library in one update of two micro-batches of two rows, of 10 and 6 labels."""
     rows = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in make_rows([7, 3, 5, 1])]
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
-    with accelerators(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(own, make_net(), rows, folder, collator, **{**sizes, **options}).train()
+        trained(own, make_net(), rows, collator=collator, **{**sizes, **options})
     return " ".join(str(one.message) for one in caught if "the loss of" in str(one.message))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_count_for_the_models_loss_is_warned_of(size):
+    said = heard(kinds()[1], count=count_samples, per_device_train_batch_size=size)
+    assert re.search(r"loss of Net is not a mean over what count= counts.*tokens\('labels'\) fits", said)
 
 
 def test_wrong_count_for_a_compute_loss_is_warned_of():
@@ -443,9 +424,7 @@ def test_questions_leave_no_metrics_in_the_next_evaluation():
             self._metrics["train" if model.training else "eval"].append(loss.item())
             return loss
 
-    with accelerators(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Notes, make_net(), make_rows([3, 5]), folder, max_steps=1)
-        trainer.train()
+    trainer = trained(Notes, make_net(), make_rows([3, 5]), max_steps=1)
     assert [len(trainer._metrics[mode]) for mode in ("train", "eval")] == [2, 0]
 
 

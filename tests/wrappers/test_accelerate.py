@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from distaccum import Accumulator, DistaccumError
-from tests.support.engines import full_weights, import_deepspeed, zero_config, zero_weights
+from tests.support.engines import import_deepspeed, zero_config, zero_weights
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import make_batch, make_net_without_router, micro_batches_of
 from tests.support.ranks import on_ranks
@@ -64,7 +64,7 @@ def prepare(accelerator: Any, **options: Any) -> Any:
         return net, optimizer, schedule, Accumulator(net, optimizer, scheduler=schedule, **given, **options)
 
 
-def windows_off(model: Any, schedule: Any, accumulator: Accumulator, layouts: Any, read: Any = full_weights) -> Any:
+def windows_off(model: Any, schedule: Any, accumulator: Accumulator, layouts: Any, read: Any = weights) -> Any:
     """By window: how far its step is off, and its rate."""
     seen, rank, dtype = [], dist.get_rank() if dist.is_initialized() else 0, read(model).dtype
     for index, layout in enumerate(layouts):

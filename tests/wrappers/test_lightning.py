@@ -8,12 +8,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from distaccum import Accumulator
+from tests.support.oracle import by_big_batches
 from tests.support.problems import join, make_batch, make_net_without_router, sample_loss
 from tests.support.ranks import launched, on_ranks
 from tests.support.windows import error, weights
@@ -78,30 +78,16 @@ def fit(module: Any, batches: list[Any], *, path: str | None = None, **options: 
     return trainer
 
 
-def one_big_batch(joined: list[Any]) -> tuple[Tensor, list[float], list[float]]:
-    """The weights at the end, and by update the loss and the norm, with clipping and a schedule."""
-    net, losses, norms = make_net_without_router(), [], []
-    optimizer = SGD(net.parameters(), lr=0.5)
-    schedule = StepLR(optimizer, 1, 0.9)
-    for batch in joined:
-        optimizer.zero_grad()
-        loss = sample_loss(net, batch)
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)))
-        optimizer.step()
-        schedule.step()
-    return weights(net), losses, norms
-
-
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_trainer_equals_one_big_batch_per_update(world):
     module = Module(max_norm=MAX_NORM)
     trainer = fit(module, batches_of(dist.get_rank()))
-    expected, losses, norms = one_big_batch([join(parts) for parts in zip(*map(batches_of, range(world)), strict=True)])
+    net, whole = make_net_without_router(), [join(parts) for parts in zip(*map(batches_of, range(world)), strict=True)]
+    sgd = SGD(net.parameters(), lr=0.5)
+    _, losses, norms, _ = zip(*by_big_batches(net, whole, sample_loss, sgd, StepLR(sgd, 1, 0.9), MAX_NORM), strict=True)
     assert min(norms) < MAX_NORM < max(norms)
-    assert error(weights(module), expected) <= 1e-12
+    assert error(weights(module), weights(net)) <= 1e-12
     assert module.logged == pytest.approx(losses, abs=1e-6)  # Lightning logs in float32
     assert [update.grad_norm for update in module.updates] == pytest.approx(norms, abs=1e-12)
     assert trainer.global_step == len(SIZES[0])
