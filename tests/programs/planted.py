@@ -1,15 +1,13 @@
-"""Defects that are planted in gradients, one at a time: is each found, and named?
+"""Defects that are planted in the gradients of loops by hand, one at a time: does audit() find and name each?
 
-    nice python -m tests.programs.planted                  # windows under Receipt, and loops by hand under audit()
-    nice python -m tests.programs.planted --only by-hand   # of the two, the one whose name contains this
+    nice python -m tests.programs.planted
 
-A hook changes what a backward gives in one of three or four updates, after the receipt of it was taken. The table says
-"named" where the report has the parameter or rank and the right word, and else what it says.
+A hook changes what a backward gives in one of four updates, after the audit saw it. Prints "named" where the report
+has the parameter or rank and the right word, and else what it says. The tests plant the same defects in windows.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 from contextlib import nullcontext
@@ -21,11 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from distaccum import Accumulator, audit
-from distaccum.extensions import Receipt
-from tests.extensions.test_receipt import HIDDEN, PLANTS, WORLDS, Plant, hidden, is_found, wrapped
+from distaccum import audit
+from tests.extensions.test_receipt import PLANTS, Plant, wrapped
 from tests.support.ranks import Ranks
-from tests.support.windows import refused
 
 BY_HAND = {"ddp": 2, "fsdp2": 2, "columns": 2, "hybrid": 4}
 # What audit() says of a loop; of a factor that all parameters have it says which update weighs what.
@@ -36,14 +32,6 @@ SAYS = {
     "precision": "rounded",
     "stale": "still holds",
 }
-
-
-def in_window(kind: str, name: str) -> str:
-    try:
-        is_found(kind, PLANTS[name])
-    except BaseException as error:  # pytest's failures are none of Exception
-        return f"NOT NAMED: {error}"
-    return "named"
 
 
 def by_hand(kind: str, name: str) -> str:
@@ -84,28 +72,14 @@ def by_hand(kind: str, name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
-    only = parser.parse_args().only
-    for where, run, kinds in (("window", in_window, WORLDS), ("by-hand", by_hand, BY_HAND)):
-        if only not in where:
-            continue
-        told: list[str] = []
-        for kind, world in kinds.items():
-            ranks = Ranks(world)
-            for name in PLANTS:
-                told += ranks.run(run, kind, name, seconds=300)[:1]
-                print(f"{where}, {kind}, {name}: {told[-1]}", flush=True)
-            ranks.stop()
-        print(f"{where}: {told.count('named')} of {len(told)} found and named", flush=True)
-    ranks = Ranks(2)
-    for kind in HIDDEN if only in "window" else ():
-        print(f"window, {kind}: {ranks.run(is_refused, kind, seconds=300)[0]}", flush=True)
-    ranks.stop()
-
-
-def is_refused(kind: str) -> str:
-    return f"refused, {refused(Accumulator, hidden(kind), on_nonfinite='ignore', extensions=[Receipt()])}"
+    told: list[str] = []
+    for kind, world in BY_HAND.items():
+        ranks = Ranks(world)
+        for name in PLANTS:
+            told += ranks.run(by_hand, kind, name, seconds=300)[:1]
+            print(f"{kind}, {name}: {told[-1]}", flush=True)
+        ranks.stop()
+    print(f"{told.count('named')} of {len(told)} found and named")
 
 
 if __name__ == "__main__":
