@@ -38,12 +38,6 @@ def split(batch, length=None, whole=(), **sizes):
     return parts
 
 
-def test_split_cuts_101_samples_of_which_50_fit_into_three_parts():
-    parts = split(torch.arange(101.0).unsqueeze(1), micro_batch_size=50)
-    assert [len(part) for part in parts] == [33, 34, 34]
-    assert torch.equal(torch.cat(parts).squeeze(1), torch.arange(101.0))
-
-
 @pytest.mark.parametrize(("size", "steps", "sizes"), [(10, 4, [2, 2, 3, 3]), (3, 8, [1, 1, 1]), (0, 8, [])])
 def test_steps_give_the_number_of_parts(size, steps, sizes):
     assert [len(part) for part in split(torch.zeros(size, 2), steps=steps)] == sizes
@@ -55,7 +49,7 @@ def test_cut_is_complete_and_has_the_fewest_parts(length, largest):
     assert sum(sizes) == length
     assert all(0 < size <= largest for size in sizes)
     assert len(sizes) == -(-length // largest)
-    assert sizes == sorted(sizes)
+    assert sizes == sorted(sizes) and max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
 def test_parts_are_views_of_the_batch():

@@ -1,4 +1,4 @@
-"""Accumulators remove their hooks from models and optimizers when they are deleted."""
+"""Accumulators leave nothing behind when they are deleted: no hooks of models and optimizers, and no open files."""
 
 import gc
 import linecache
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,11 @@ def num_hooks(model: nn.Module, optimizer: Any) -> int:
     return sum(len(getattr(holder, name, None) or ()) for holder in holders for name in HOOKS)
 
 
+def num_files() -> int:
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.exists() else 0
+
+
 @pytest.mark.parametrize(
     ("kind", "world", "options"),
     [
@@ -46,9 +52,9 @@ def num_hooks(model: nn.Module, optimizer: Any) -> int:
     ],
 )
 @on_ranks()
-def test_hundred_accumulators_leave_no_hook(kind, world, options):
+def test_hundred_accumulators_leave_no_hook_and_no_file(kind, world, options):
     model, optimizer = KINDS[kind].wrap(make_net_without_router().float(), 0.1)
-    before, most = num_hooks(model, optimizer), 0
+    before, most, files = num_hooks(model, optimizer), 0, []
     gc.disable()  # reference counts must suffice: a collection might run while torch iterates over its hooks
     for _ in range(100):
         accumulator = Accumulator(model, optimizer, steps=2, **options)
@@ -56,8 +62,10 @@ def test_hundred_accumulators_leave_no_hook(kind, world, options):
             run_window(window, model)
             most = max(most, num_hooks(model, optimizer))  # an engine may guard steps in windows alone
             window.step()
+        files.append(num_files())
         del accumulator, window
     gc.enable()
+    assert files[-1] == files[0]
     assert most > before, "the accumulators must add hooks, or this test shows nothing"
     assert num_hooks(model, optimizer) == before
 

@@ -19,7 +19,7 @@ from tests.support.oracle import everything, own, step_off
 from tests.support.problems import make_net, make_net_without_router
 from tests.support.programs import ROOT
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, loss_of, refused
+from tests.support.windows import accumulating, refused
 
 
 def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
@@ -106,51 +106,20 @@ class Averaging(DistributedDataParallel):
     """A subclass of a known wrapper, which the library's own engine would take."""
 
 
-class ReducingEngine(SummingEngine):  # type: ignore[name-defined,misc]  # noqa: F821  # made above
-    """Reduces in the last backward where every rank has one and all succeed, else at the end."""
-
-    name = "Reducing"
-
-    @classmethod
-    def wraps(cls, module):
-        return isinstance(module, Averaging)
-
-    def begin(self, plan, parameters):
-        super().begin(plan, parameters)
-        self.early = not (plan.some_rank_is_dry or plan.reduce_afterwards)
-        for wrapper in self.models:
-            wrapper.require_backward_grad_sync = False
-
-    def will_reduce(self, reduce):
-        return reduce and self.early
-
-    def backward(self, losses, seeds, reduce):
-        super().backward(losses, seeds, reduce)
-        if self.will_reduce(reduce):
-            super().finish()
-
-    def finish(self):
-        if not self.early:
-            super().finish()
-
-
-class LonelyEngine(ReducingEngine):
-    def __init__(self, models, sync):
-        Engine.__init__(self, models, sync)
-
-
 @on_ranks(2)
-def test_registered_engine_takes_a_subclass_of_a_known_wrapper_and_may_reduce_in_backward(monkeypatch):
-    monkeypatch.setattr(engines, "_REGISTERED", [ReducingEngine])
-    model, accumulator = accumulating(Averaging(make_net_without_router()), 1.0, micro_batch_size=2)
-    for index, layout in enumerate([[[2, 1], [3]], [[4], []], [[1], [2, 2]]]):
-        window = accumulator.window(own(layout, index))
-        assert max(step_off(model, window, make_net_without_router(), everything(layout, index))) <= 1e-12
-    assert accumulator.update(everything([[3, 4], [0]]), lambda batch: loss_of(model, batch)).stepped
-    monkeypatch.setattr(engines, "_REGISTERED", [LonelyEngine])
-    assert "LonelyEngine has no group in a job of 2 ranks" in refused(
-        Accumulator, model, SGD(model.parameters(), lr=1.0)
-    )
+def test_registered_engine_takes_a_subclass_of_a_known_wrapper(monkeypatch):
+    class Own(Engine):
+        name, wraps = "Own", staticmethod(lambda module: isinstance(module, Averaging))
+
+        def __init__(self, models, sync):
+            super().__init__(models, sync, has_group and dist.group.WORLD)
+
+    monkeypatch.setattr(engines, "_REGISTERED", [Own])
+    model = Averaging(make_net_without_router())
+    has_group = True
+    assert "Accumulator(Own, 2 ranks" in repr(accumulating(model)[1])
+    has_group = None
+    assert "Own has no group in a job of 2 ranks" in refused(accumulating, model)
 
 
 @pytest.mark.parametrize("name", ["FSDP2", "ZeRO 1"])

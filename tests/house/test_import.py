@@ -6,10 +6,16 @@ import sys
 import pytest
 
 PROGRAM = """
+import io
 import sys
+from contextlib import redirect_stdout, suppress
 import distaccum
 print("names", sorted(set(distaccum.__all__) - set(dir(distaccum))), "torch" in sys.modules)
 print("plan", distaccum.plan(batch_size=64, micro_batch_size=8).steps, "torch" in sys.modules)
+from distaccum.tools.cli import main
+with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
+    main(["--help"])
+print("command", "doctor" in said.getvalue(), "torch" in sys.modules)
 print("module", distaccum.batchnorm.freeze.__name__, "torch" in sys.modules)
 
 from distaccum import *
@@ -33,6 +39,7 @@ def test_each_use_loads_only_what_it_needs():
     assert seen.splitlines() == [
         "names [] False",
         "plan 8 False",
+        "command True False",
         "module freeze True",
         "optional []",
         "engine []",

@@ -1,4 +1,4 @@
-"""The package as it is uploaded and installed: its files, its description, its command without torch."""
+"""The package as it is uploaded and installed: its files and its description."""
 
 import re
 import shutil
@@ -64,21 +64,3 @@ def test_links_of_the_description_are_absolute_and_lead_into_the_repository(buil
         assert target.startswith("https://"), target
         if "/distaccum/main/" in target or "/blob/main/" in target:
             assert (ROOT / target.partition("/main/")[2].partition("#")[0]).exists(), target
-
-
-def test_command_answers_from_the_wheel_where_there_is_no_torch(built, tmp_path):
-    with zipfile.ZipFile(wheel_of(built)) as wheel:
-        wheel.extractall(tmp_path)
-    program = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
-sys.modules["torch"] = None  # importing it raises
-import distaccum
-assert distaccum.__file__.startswith({str(tmp_path)!r})
-from distaccum.tools.cli import main
-main(sys.argv[1:])
-"""
-    for option, said in (("--version", f"distaccum {distaccum.__version__}"), ("--help", "doctor")):
-        done = subprocess.run([sys.executable, "-I", "-c", program, option], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout

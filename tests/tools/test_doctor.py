@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from distaccum.tools.cli import main
 from distaccum.tools.doctor import examine_launcher
 from tests.support.programs import Program, Programs, free_port, wait_for
 
@@ -76,8 +75,3 @@ def test_launcher_whose_processes_would_train_alone_is_named():
     finding = examine_launcher({"SLURM_STEP_NUM_TASKS": "4"})
     assert finding.state == "wrong" and "SLURM_STEP_NUM_TASKS=4 and no RANK" in finding.seen
     assert examine_launcher({"SLURM_NTASKS": "4"}).state == "ok", "a batch script of Slurm"
-
-
-def test_wrong_timeout_prints_one_line(capsys):
-    assert main(["doctor", "--timeout", "0"]) == 2
-    assert "--timeout 0, expected seconds above 0" in capsys.readouterr().err
