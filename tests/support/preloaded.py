@@ -38,7 +38,6 @@ import distaccum.accumulator
 import distaccum.tools.cli
 
 torch.set_num_threads(1)
-LOADED = (accelerate, deepspeed, torch, torchvision, distaccum.accumulator)
-PROGRAMS = {"train": train.main, "prove": prove.main, "distaccum": distaccum.tools.cli.main}
+LOADED = (accelerate, deepspeed, torch, torchvision, distaccum.accumulator, prove, train)
 gc.collect()
 gc.freeze()  # or each fork's first collection would copy all pages that it visits

@@ -78,8 +78,8 @@ def wait_until(seen: Callable[[], object], program: Program, seconds: float = SE
 class Programs:
     """`programs.run("train", "--updates", "2")`; `ranks=2` starts two, as a launcher would.
 
-    A program is one of `preloaded.PROGRAMS`, a script ("launch/bench/law.py"), or "-c" with Python code as its first
-    argument.
+    A program is a module ("train", "distaccum"), a script ("launch/bench/law.py"), or "-c" with Python code as its
+    first argument; each runs as under `python`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,31 +123,20 @@ def free_port() -> str:
 
 
 def run(program: str, arguments: list[str], logs: list[str], cwd: Path, environment: dict[str, str]) -> None:
-    """Runs the program in a process that was forked for it, and ends with its status."""
+    """Runs the program in a process that was forked for it, which ends with its status."""
     may_have_children()
     for stream, log in enumerate(logs, start=1):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     faulthandler.enable(2)
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.argv[0] = program if program == "distaccum" else f"{program}.py"
     os.chdir(cwd)
-    sys.exit(_main_of(program)(arguments))
-
-
-def _main_of(program: str) -> Callable[[list[str]], int | None]:
-    """The program's main function. Scripts and code run as under `python`."""
-    from tests.support import preloaded
-
-    def script(arguments: list[str]) -> None:
-        sys.argv[:] = [program, *arguments]
+    sys.argv[:] = [program, *arguments]
+    if program == "-c":
+        sys.argv[1:] = arguments[1:]
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif program.endswith(".py"):
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
-
-    def code(arguments: list[str]) -> None:
-        sys.argv[:] = ["-c", *arguments[1:]]
-        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
-
-    if program == "-c":
-        return code
-    return script if program.endswith(".py") else preloaded.PROGRAMS[program]
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
