@@ -1,3 +1,4 @@
+import gc
 import random
 from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
@@ -28,6 +29,17 @@ def _seed_and_thread() -> None:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freeze_modules() -> None:
+    """Lets a collection of garbage, as out of memory starts one, visit no module that other files have imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries would print at exit that nothing has freed their objects
 
 
 @pytest.fixture(scope="module")
