@@ -102,15 +102,11 @@ def breaking(at: int) -> Iterator[Tensor]:
         yield torch.full((1, 1), float(i))
 
 
-def breaking_count(x: Tensor) -> float:
-    return -1.0 if int(x) == 4 else 1.0
-
-
 @pytest.mark.parametrize(
     ("loader", "options", "kind", "words"),
     [
         (lambda: breaking(5), {}, OSError, "the disk is gone"),
-        (lambda: noting(9, []), {"count": breaking_count}, ValueError, r"count gave -1.0"),
+        (lambda: noting(9, []), {"count": lambda x: -1.0 if int(x) == 4 else 1.0}, ValueError, r"count gave -1.0"),
         (lambda: noting(9, []), {"steps": lambda index: 3 - 3 * index}, ValueError, "steps"),
     ],
 )

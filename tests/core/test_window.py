@@ -198,11 +198,6 @@ def step_that_failed(accumulator, model, optimizer):
     window.step()
 
 
-def two_at_once(accumulator, model, optimizer):
-    for _ in accumulator.window(BATCHES):
-        accumulator.window(BATCHES)
-
-
 def never_step(accumulator, model, optimizer):
     windows = accumulator.windows(BATCHES * 2)
     run_window(next(windows), model)
@@ -242,7 +237,7 @@ MISUSES = {  # by the error and its words
         r"optimizer.step\(\) before the window's own": after_the_loop(lambda w, o: o.step()),
         r"cleared between the window's loop and its step\(\)": after_the_loop(lambda w, o: (o.zero_grad(), w.step())),
         "a window that is discarded": step_that_failed,
-        "another window was requested while one is in its loop": two_at_once,
+        "requested while one is in its loop": lambda a, *_: [a.window(BATCHES) for _ in a.window(BATCHES)],
         "while one is complete but not stepped": never_step,
         "iterated once": after_the_loop(lambda w, o: list(w)),
         "a part without window.backward": in_the_loop(lambda w, *_: list(w.parts([1, 2]))),
@@ -274,15 +269,11 @@ def test_misuse_raises_a_clear_error_and_changes_nothing(kind, message):
     next_is_exact(accumulator, model)
 
 
-def replace_gradient(layer, *_):
-    layer.weight.grad = layer.weight.grad.clamp(-1e-3, 1e-3)
-
-
 CHANGES = {
     "cleared": lambda layer, *_: layer.zero_grad(),
     "zeroed in place": lambda layer, *_: layer.zero_grad(set_to_none=False),
     "clipped": lambda layer, *_: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3),
-    "replaced": replace_gradient,
+    "replaced": lambda layer, *_: setattr(layer.weight, "grad", layer.weight.grad.clamp(-1e-3, 1e-3)),
     "of another backward": lambda layer, *_: layer.bias.norm().backward(),
     "unscaled": lambda _, optimizer, scaler: scaler.unscale_(optimizer),
 }

@@ -20,7 +20,6 @@ from tests.support.problems import Choosing, join, make_batch, make_net, make_ne
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, loss_of, refused, run_window, weights
 
-# A window lists the micro-batch sizes of each rank.
 # Common ways to wrap a model: each must be exact and reduce once.
 
 
@@ -47,15 +46,6 @@ class Buffered(nn.Module):
         return self.head(self.body(x))
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.by
-
-
 def hooked(module):
     ddp = DistributedDataParallel(module)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -63,7 +53,7 @@ def hooked(module):
 
 
 def nested(module):
-    """DDP inside a plain module, beside a parameter that no DDP covers."""
+    """DDP inside a plain module, beside a layer that no DDP covers."""
     module[0], module[1] = DistributedDataParallel(module[0]), DistributedDataParallel(module[1])
     return module
 
@@ -83,7 +73,7 @@ WRAPPINGS = {
     "allreduce_hook": (trunk, hooked),
     "checkpoint": (lambda: Checkpointed(reentrant=False), with_options()),
     "checkpoint reentrant": (lambda: Checkpointed(reentrant=True), with_options()),
-    "nested": (lambda: nn.Sequential(*trunk(), Scale()), nested),
+    "nested": (lambda: nn.Sequential(*trunk(), nn.Linear(4, 4).double()), nested),
 }
 UNEVEN = [[[2, 3], [1, 4, 2]], [[1], [3, 2]], [[2, 2], []], [[2, 2], [1, 1]]]
 

@@ -147,10 +147,6 @@ def count_large(count):
     return sum(size >= SIZE for _, size in count.take())
 
 
-def sums_or_zeros(batches):
-    return [torch.zeros(SIZE).double() if exact is None else exact for exact in sums(batches)]
-
-
 @pytest.mark.parametrize(
     ("form", "lengths", "with_unused"),
     [
@@ -177,7 +173,8 @@ def test_ddp_reduces_the_rounded_sum_once(form, lengths, with_unused):
                 window.backward(ddp(rows))
                 large.append(count_large(count))
             large.append(count_large(count))
-        parts = zip(*map(sums_or_zeros, everyone), strict=True)
+        exact = [[torch.zeros(SIZE).double() if one is None else one for one in sums(mine)] for mine in everyone]
+        parts = zip(*exact, strict=True)
         right = [torch.equal(p.grad, rounded(both)) for p, both in zip(model.parameters(), parts, strict=False)]
         # A static graph's first backward is reduced and rounded alone.
         assert all(right) or (form == "static" and index == 0)

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.feeding import trim_padding
 from tests.support.problems import IGNORED, make_net_without_router
-from tests.support.windows import error, gradient
+from tests.support.windows import error, gradient, run_window
 
 COST = count_tokens("mask", ignore_index=0)
 WIDTH = 12
@@ -70,8 +70,7 @@ def test_each_batch_of_a_loader_is_an_update_and_is_cut():
     net, batches = make_net_without_router(), [make_text(LENGTHS, seed=1), make_text([2, 2], seed=2)]
     accumulator, numbers = make_accumulator(net), []
     for window, batch in zip(accumulator.windows(batches), batches, strict=True):
-        for one in window:
-            window.backward(loss_of(net, one))
+        run_window(window, net, loss_of)
         assert error(gradient(net), exact(batch)) <= 1e-12
         numbers.append(window.step().micro_batches)
     assert numbers == [5, 1]

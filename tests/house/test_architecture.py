@@ -1,7 +1,4 @@
-"""The shape of the library, read from its source as text: what may import what, how large things are, who knows whom.
-
-`python -m tests.house.test_architecture` prints what breaks a rule.
-"""
+"""The shape of the library, read from its source: what may import what, how large things are, who knows whom."""
 
 import ast
 from collections import Counter
@@ -273,10 +270,3 @@ def test_rules_can_fail():
     assert names_twice({"a.py": "def f(): pass\n", "b.py": "def f(): pass\n"}) == {"f": 2}
     assert empty_beginnings({"a.py": "def f():\n    '''Those of it.'''\n"}) == {"a.py": 1}
     assert imports_of_tests({"a.py": "from tests.support.ranks import Ranks\n"}) == {"a.py": 1}
-
-
-if __name__ == "__main__":
-    for about, found in breaches().items():
-        print(f"{about}: {sum(found.values()) if about != 'too large' else len(found)}")
-        for name, number in sorted(found.items()):
-            print(f"    {name}: {number}")

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 import distaccum
 from distaccum import Accumulator, adapter
 from tests.support.ranks import on_ranks
+from tests.support.windows import run_window
 
 FOLDER = str(Path(distaccum.__file__).parent)
 
@@ -58,15 +59,9 @@ def test_update_enters_few_files(has_more, most):
         accumulator = Accumulator(ddp, optimizer, steps=2, **more)
     windows = accumulator.windows([torch.randn(2, 4) for _ in range(20)])
 
-    def update():
-        window = next(windows)
-        for batch in window:
-            window.backward(ddp(batch).square().mean())
-        window.step()
-
     for _ in range(4):
-        update()
-    files, changes = way_of(update)
+        run_window(next(windows), ddp).step()
+    files, changes = way_of(lambda: run_window(next(windows), ddp).step())
     assert len(files) <= 12, sorted(files)
     assert changes <= most
 

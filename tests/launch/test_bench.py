@@ -14,7 +14,7 @@ from torch.optim import SGD
 from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
 from tests.support.programs import ROOT, Program, Programs
-from tests.support.windows import error, gradient, weights
+from tests.support.windows import error, gradient, loss_of, run_window, weights
 
 pytestmark = pytest.mark.long
 
@@ -26,10 +26,6 @@ def run(programs: Programs, program: str, *options: object) -> Program:
 def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-
-
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
 
 
 def batches_of(index: int) -> list[Tensor]:
@@ -94,10 +90,7 @@ def test_windows_leave_nothing_behind(way):
             elif way == "contrast":
                 accumulator.contrast(batch, lambda rows: (model(rows),), lambda rows: rows.square().mean())
             else:
-                window = accumulator.split(batch)
-                for rows in window:
-                    window.backward(loss_of(model, rows))
-                window.step()
+                run_window(accumulator.split(batch), model).step()
         gc.collect()
         return Counter(type(one).__name__ for one in gc.get_objects())
 

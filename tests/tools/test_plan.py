@@ -20,6 +20,7 @@ from distaccum.tools.plan.fitting import fit
 from distaccum.tools.plan.rules import scaled_learning_rate
 from tests.support.counting import Counting
 from tests.support.ranks import on_ranks
+from tests.support.windows import run_window
 
 LAYERS, WIDTH = 4, 24  # even, so that two ranks halve a layer's weight
 NUMBERS = LAYERS * WIDTH * WIDTH
@@ -56,9 +57,7 @@ def sent_here(engine, sync, steps):
     for _ in range(2):  # DDP rebuilds its buckets after the first window
         window = accumulator.window(torch.randn(steps, 2, WIDTH))
         with Counting() as counting:
-            for inputs in window:
-                window.backward(net(inputs).square().mean())
-            window.step()
+            run_window(window, net).step()
         sent.append(0.0)
         for name, numbers in counting.take():
             if numbers < WIDTH * WIDTH // 2:
