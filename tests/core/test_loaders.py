@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.windows import accumulating, run_window
 
 NUMBERS = [1.0, 2.0, 3.0, 4.0, 5.0]
+SAMPLES = [torch.tensor([number]) for number in NUMBERS]
 WINDOWS = [[1.0, 2.0], [3.0, 4.0], [5.0]]
 
 
@@ -38,17 +39,9 @@ class Indexed:
         return batches()[i]
 
 
-class Samples(Dataset):
-    def __len__(self):
-        return len(NUMBERS)
-
-    def __getitem__(self, i):
-        return torch.tensor([NUMBERS[i]])
-
-
 class Streamed(IterableDataset):
     def __iter__(self):
-        return (torch.tensor([number]) for number in NUMBERS)
+        return iter(SAMPLES)
 
 
 def generator():
@@ -65,9 +58,9 @@ LOADERS = {
     "restarting, returns itself": (Restarting, True),
     "generator": (generator, False),
     "__getitem__ alone": (Indexed, True),
-    "DataLoader": (lambda: DataLoader(Samples(), batch_size=1), True),
+    "DataLoader": (lambda: DataLoader(SAMPLES, batch_size=1), True),
     "IterableDataset": (lambda: DataLoader(Streamed(), batch_size=1), True),
-    "persistent workers": (lambda: with_workers(Samples()), True),
+    "persistent workers": (lambda: with_workers(SAMPLES), True),
     "IterableDataset, persistent workers": (lambda: with_workers(Streamed()), True),
 }
 
@@ -95,16 +88,14 @@ def test_micro_batches_are_used_once_and_the_epoch_ends(name):
         assert seen_in(islice(accumulator.windows(loader), len(WINDOWS) + 1), model) == expected
 
 
-def reused_tensor():
-    buffer = torch.empty(1, 1)
-    for batch in batches():
-        yield buffer.copy_(batch)
-
-
-def buffers_in_turn():
-    buffers = [torch.empty(1, 1) for _ in range(3)]
+def buffers_in_turn(number=3):
+    buffers = [torch.empty(1, 1) for _ in range(number)]
     for i, batch in enumerate(batches()):
-        yield buffers[i % 3].copy_(batch)
+        yield buffers[i % number].copy_(batch)
+
+
+def reused_tensor():
+    return buffers_in_turn(1)
 
 
 def reused_dict():

@@ -1,6 +1,5 @@
 """Real launchers: each runs the default configuration and ends with the weights of the big batch."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch.test_train import same
+from tests.launch.test_train import log_of, same
 from tests.support.programs import ROOT, free_port, wait_for
 
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
@@ -209,4 +208,4 @@ def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp
     text = run(*words, "--device", "cpu", "--track", "wandb", cwd=config.parent, **environment)
     assert "goes on with update 2" in text
     assert same(tmp_path / "run", tmp_path / "whole")
-    assert [json.loads(line)["index"] for line in (tmp_path / "run" / "log.jsonl").open()] == list(range(6))
+    assert [one["index"] for one in log_of(tmp_path / "run")] == list(range(6))

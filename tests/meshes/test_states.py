@@ -27,9 +27,7 @@ class Job:
         options = {"count": count_tokens("labels"), "max_norm": 0.1, **options}
         self.run: Callable[[Window, Any, float], Any]
         if kind.startswith("stages"):
-            pipe = test_pipeline.Pipe(
-                "Interleaved1F1B" if "several" in kind else "1F1B", kind.split()[1], self.criterion
-            )
+            pipe = test_pipeline.Pipe("Interleaved1F1B" if "several" in kind else "1F1B", kind.split()[1])
             model, parameters, data = pipe.schedule, pipe.parameters(), pipe.rank
             self.run = lambda window, batch, factor: window.run(batch["x"] * factor, target=batch["labels"])
         elif kind == "context":
@@ -51,10 +49,6 @@ class Job:
         self.parameters = parameters if kind.startswith("stages") else list(model.parameters())
         self.accumulator = Accumulator(model, SGD(self.parameters, lr=1.0), **options)
         self.batches = [make_batch(4, seed=10 * data + i) for i in range(3)]
-
-    @staticmethod
-    def criterion(outputs: Tensor, labels: Tensor) -> Tensor:
-        return test_pipeline.criterion(outputs, labels)
 
     def weights(self) -> Tensor:
         return flat(self.parameters)

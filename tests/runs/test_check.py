@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, Report, count_samples, count_tokens
-from tests.support.engines import fsdp1, fully_sharded, zero
+from tests.support.engines import fsdp1, fully_sharded
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, refused
 
@@ -337,10 +337,3 @@ def test_bad_batch_of_one_rank_raises_on_all_ranks():
     said = refused(accumulator.check, make_batch() if rank else "text", lambda b: of_samples(model, b))
     assert "a str without tensors or lists of samples has no batch dimension" in said
     assert "rank 0 could not begin the check (TypeError: " in said or rank == 0
-
-
-@on_ranks(2)
-def test_deepspeed_is_refused():
-    engine, _ = zero(1)(net(), 1.0)
-    said = refused(Accumulator(engine, steps=2).check, make_batch(), lambda b: of_samples(engine, b))
-    assert "check() with DeepSpeed, which shows no gradient" in said

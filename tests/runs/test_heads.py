@@ -15,11 +15,10 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
-from tests.support.engines import zero
 from tests.support.oracle import step_off
 from tests.support.problems import join, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, gradient, refused, weights
+from tests.support.windows import error, gradient, weights
 
 NAMES = ("first", "second", "third")
 
@@ -197,11 +196,3 @@ def test_gradient_is_exact_on_uneven_ranks(name, sync):
     assert max(wrongs) <= (1e-10 if name == "FSDP2" else 1e-12), wrongs
     if name.startswith("DDP") and sync == "last":
         assert reductions == [1] * len(LAYOUTS)
-
-
-@on_ranks(2)
-def test_deepspeed_is_refused():
-    engine, _ = zero(1)(Tasks().float(), 1.0)
-    for batch in (window := Accumulator(engine).window([make_batch(2, seed=1, dtype=torch.float32)])):
-        assert "heads() with DeepSpeed, whose backward takes losses" in refused(run_heads, window, engine, batch)
-        break

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from distaccum import count_samples, count_tokens
 from tests.support.counting import Counting
@@ -78,17 +78,6 @@ def collate(rows: list[Row]) -> Row:
     return {name: pad([row[name] for row in rows], batch_first=True, padding_value=fills[name]) for name in rows[0]}
 
 
-class Rows(Dataset):  # type: ignore[type-arg]
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[index]
-
-
 def make_trainer(
     kind: Any,
     model: nn.Module,
@@ -109,14 +98,13 @@ def make_trainer(
     loop = {"num_train_epochs": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": STEPS}
     rest = {"use_cpu": True, "max_grad_norm": MAX_NORM, "lr_scheduler_type": "linear", "remove_unused_columns": False}
     arguments = TrainingArguments(**{**quiet, **loop, **rest, **options})
-    data = Rows(rows) if isinstance(rows, list) else rows
 
     class InOrder(kind):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     optimizers = (torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay), None)
-    trainer = InOrder(model, arguments, train_dataset=data, data_collator=collator, optimizers=optimizers, **others)
+    trainer = InOrder(model, arguments, train_dataset=rows, data_collator=collator, optimizers=optimizers, **others)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -223,7 +211,7 @@ def test_ranks_may_have_loaders_of_any_length(sizes, ends):
 
     class Own(kinds()[1]):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Rows(parts[dist.get_rank()]), batch_size=1, collate_fn=collate)
+            return torch.utils.data.DataLoader(parts[dist.get_rank()], batch_size=1, collate_fn=collate)
 
     windows = windows_of(parts)
     seen, _ = fit(Own, make_net(), rows, **{"num_train_epochs": 2, ends: {"max_steps": len(windows)}.get(ends, 2)})
