@@ -1,4 +1,4 @@
-"""A training to copy: `python` or `torchrun --nproc-per-node 2` launch/minimal.py [CHECKPOINT], which it resumes."""
+"""A training to copy: `python` or `torchrun --nproc-per-node 2` launch/minimal.py [CHECKPOINT to resume]."""
 
 import gc
 import os
