@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -35,7 +36,7 @@ html_title = f"distaccum {release}"
 html_logo = html_favicon = "images/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["copy.js"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
@@ -91,6 +92,14 @@ def lead_on(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(f"{MEASURED}/{one}" for one in pages) + "\n```\n"
 
 
+def keep_numbers(app: Sphinx, doctree: nodes.document) -> None:
+    """No line of a table ends within 1e-16."""
+    for cell in doctree.findall(nodes.entry):
+        for text in [*cell.findall(nodes.Text)]:
+            if text.parent is not None and not isinstance(text.parent, nodes.literal):
+                text.parent.replace(text, nodes.Text(re.sub(r"(?<=\de-)(?=\d)", "\N{WORD JOINER}", text)))
+
+
 def leave_notes(app: Sphinx, exception: Exception | None) -> None:
     """A page that was merged into another leads there."""
     for name, target in MOVED.items():
@@ -111,5 +120,6 @@ def contents(index: str) -> str:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", lead_on)
+    app.connect("doctree-read", keep_numbers)
     app.connect("build-finished", leave_notes)
     return {"parallel_read_safe": True}

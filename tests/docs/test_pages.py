@@ -146,4 +146,7 @@ def test_site_builds_without_a_warning(tmp_path):
     for word in words:
         assert re.search(rf'\b"?{word}"?:', index), word
     assert 'href="measured/law.html"' in (tmp_path / "results.html").read_text()
-    assert re.search(r'highlight-diff.*?class="gd"', (tmp_path / "start.html").read_text(), re.DOTALL)
+    start = (tmp_path / "start.html").read_text()
+    assert re.search(r'highlight-diff.*?class="gd"', start, re.DOTALL)
+    assert "CosineAnnealingLR" in start  # launch/minimal.py, to be copied
+    assert "2e-\N{WORD JOINER}16" in (tmp_path / "measured" / "law.html").read_text()  # no line ends within it
