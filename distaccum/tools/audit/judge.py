@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...law import shorten
-from .receipts import Fault, Key, Reckoned, Reckoning, same_on_all
+from .receipts import Fault, Key, Reckoning, Seen, columns, same_on_all
 from .weights import CONTRAST, Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
 
-Seen = Sequence[dict[str, Any]]  # by rank
 Verdict = tuple[list[Fault], list[str], dict[str, int]]
 ONE = torch.ones(1)
+ALONE = "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 TRAINERS = {
     "AccumulatingTrainer": "AccumulatingTrainer(..., count=..., reduction=...) says what the loss is; it divides alone",
@@ -61,121 +61,96 @@ def _judge(seen: Seen) -> Verdict:
         for update in one["updates"]:
             by_key[update["optimizer"], update["index"]].append(update)
     updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
-    found = _reckon(seen, updates)
+    found, kept = _reckon(seen, updates)
+    own = {place for (place, _), one in found.items() if one.is_own}
     moved = {place for (place, _), ranks in updates.items() if any(one.get("moved") for one in ranks)}  # SAM's
-    known = ((place, one) for place, every in found.faults.items() for one in every if place not in moved)
-    faults = [one for place, one in known if place not in found.own or one.kind not in ("uneven", "stale")]
-    faults += _cleared(seen, found.kept | found.own | moved)
-    notes = [_pace(seen)] * any(one["updates"] for one in seen) + found.notes
-    updates = {key: [_used(one, key[0] in found.kept) for one in ranks] for key, ranks in updates.items()}
+    known = ((place, fault) for (place, _), one in sorted(found.items()) for fault in one.faults if place not in moved)
+    faults = [fault for place, fault in known if place not in own or fault.kind not in ("uneven", "stale")]
+    faults += _cleared(seen, kept | own | moved)
+    notes = [_pace(seen)] * any(one["updates"] for one in seen) + [note for one in found.values() for note in one.notes]
+    updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
     updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
-    terms = terms_of(updates, notes)
-    apart, are_alone = _apart(seen, updates, notes), 0 < len(found.alone) == found.compared
-    if are_alone and not any(one["wrapped"] for one in seen) and not is_one_mean(terms, found.alone):
+    terms, apart = terms_of(updates, notes), _apart(seen, updates, notes)
+    compared = sum(one.factor is not None or bool(one.faults) for one in found.values())
+    alone = {key: one.alone for key, one in found.items() if one.alone}
+    if 0 < len(alone) == compared and not any(one["wrapped"] for one in seen) and not is_one_mean(terms, alone):
         each, more, judged = _each(seen)
-        text = (
-            "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
-        )
-        note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {text}"
+        note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
         return each, [note, *more], judged
     faults += within_updates(terms, len(seen)) + among_updates(terms, updates, found, notes)
     faults += without_backward(terms, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates) + (apart or [])
-    if apart is None:
-        faults = [one for one in faults if one.kind != "not reduced"]
-    if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
-        faults = [one for one in faults if one.kind != "window"]
-    if not found.compared:
+    kinds = {one.kind for one in faults}  # what is left of a window that is cleared is no short one
+    hidden = ["not reduced"] * (apart is None) + ["window"] * ("cleared" in kinds)
+    if not compared:
         notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
-    return faults, notes, {"weights": len(terms), "receipts": found.compared}
+    return [one for one in faults if one.kind not in hidden], notes, {"weights": len(terms), "receipts": compared}
 
 
-def _reckon(seen: Seen, updates: Updates) -> Reckoned:
-    found, before = Reckoned(), dict[int, Tensor]()
+def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
+    """Compares each update; also names the optimizers whose script keeps gradients elsewhere when it clears them."""
+    found, kept, before = dict[Key, Reckoning](), set[int](), dict[int, Tensor]()
     for (place, index), ranks in updates.items():
         places = [one.get("places") for one in ranks]
         if not places[0] or any(one != places[0] for one in places):
             continue
-        used = [_used(one, has_cleared=False) for one in ranks]
-        receipts = Reckoning(seen, used, before.get(place))
-        factor, faults, notes = receipts.judge()
-        if (factor is None or faults or notes) and any(
-            backward["cleared"] for one in ranks for backward in one["backwards"]
-        ):
+        one = Reckoning(seen, [_used(each, has_cleared=False) for each in ranks], before.get(place))
+        is_unclear = one.factor is None or one.faults or one.notes
+        if is_unclear and any(backward["cleared"] for each in ranks for backward in each["backwards"]):
             every = Reckoning(seen, ranks, before.get(place))
-            again = every.judge()
-            if again[0] is not None or any(fault.kind == "lost" for fault in again[1]):
-                found.kept.add(place)
-                (factor, faults, notes), receipts = again, every
-        found.faults[place] += faults
-        found.notes += notes
-        found.own |= {place} if receipts.is_own else set()
-        before[place] = receipts.closed
-        found.compared += factor is not None or bool(faults)
-        found.shared[place, index] = receipts.shared
-        found.tasks |= {(place, index)} if receipts.is_tasks else set()
-        found.alone |= {(place, index): receipts.alone} if receipts.alone else {}
-        found.factors |= {} if factor is None else {(place, index): factor}
-    return found
+            if every.factor is not None or any(fault.kind == "lost" for fault in every.faults):
+                one, kept = every, kept | {place}
+        found[place, index], before[place] = one, one.closed
+    return found, kept
 
 
 def _share_nothing(seen: Seen) -> bool:
     """True for ranks that train parameters of their own, as stages of a pipeline do: each is judged alone."""
     first = [one["updates"][0] for one in seen if one["updates"] and "places" in one["updates"][0]]
-    if len(first) < max(2, len(seen)) or seen[0]["sharded"]:
+    if len(first) < max(2, len(seen)) or any(seen[0]["parameters"]["copies"]):
         return False
     places, values = first[0]["places"], [one["values"] for one in first]
     alike = all(one["places"] == places for one in first) and len({one.shape for one in values}) == 1
-    if alike and same_on_all(values, places, seen[0]["vectors"]).any():
+    if alike and same_on_all(values, columns(seen[0], places)["vector"]).any():
         return False
-    alone = [Reckoning([one], [update], None).judge() for one, update in zip(seen, first, strict=True)]
-    return all(factor is not None or faults for factor, faults, _ in alone)  # not so for shards of FSDP1
+    alone = [Reckoning([one], [update], None) for one, update in zip(seen, first, strict=True)]
+    return all(one.factor is not None or one.faults for one in alone)  # not so for shards of FSDP1
 
 
 def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
     """The update with the backwards that its step used."""
-    which = [i for i, one in enumerate(update["backwards"]) if has_cleared or not one["cleared"]]
-    if len(which) == len(update["backwards"]):
-        return update
-    parts = {key: update[key][which] for key in ("received",) if key in update}
-    left = {"left": [update["left"][i] for i in which]} if "left" in update else {}
-    return {**update, **parts, **left, "backwards": [update["backwards"][i] for i in which]}
+    return {**update, "backwards": [one for one in update["backwards"] if has_cleared or not one["cleared"]]}
 
 
 def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
     """Backwards like those that steps use, which none used."""
     faults = []
     for one, place in ((rank, place) for rank in seen for place in rank["rest"] if place not in kept):
-        used = [update["backwards"] for update in one["updates"] if update["optimizer"] == place]
-        lengths = {sum(not backward["cleared"] for backward in backwards) for backwards in used}
-        own = {backward["line"] for backwards in used for backward in backwards if not backward["cleared"]}
-        empty = (
-            update for update in one["updates"] if update["optimizer"] == place and not update.get("closed", ONE).any()
-        )
-        own |= {update["backwards"][-1]["line"] for update in empty if update["backwards"][-1]["cleared"]}
-        groups: dict[tuple[int, str, bool], int] = Counter()
-        when: dict[tuple[int, str, bool], int] = {}
-        for i, backward in ((i, each) for i, each in enumerate([*used, one["rest"][place]]) for each in each):
-            if backward["cleared"] and backward["cleared"][1] and backward["line"] in own:
-                groups[tuple(backward["cleared"])] += 1
-                when.setdefault(tuple(backward["cleared"]), i)
+        updates = [update for update in one["updates"] if update["optimizer"] == place]
+        used, rest = [_used(update, has_cleared=False)["backwards"] for update in updates], one["rest"][place]
+        own = {backward["line"] for backwards in used for backward in backwards}
+        last = [update["backwards"][-1] for update in updates if not update.get("closed", ONE).any()]
+        own |= {backward["line"] for backward in last if backward["cleared"]}
+        every = enumerate([*(update["backwards"] for update in updates), rest])
+        gone = [(tuple(b["cleared"] or ("", "")), i) for i, each in every for b in each if b["line"] in own]
+        groups = Counter(key for key, _ in gone if key[1])
+        when = {key: i for key, i in reversed(gone) if key[1]}
+        lengths = {*map(len, used)}
         parts = {key: i for key, i in when.items() if not key[2] and groups[key] not in lengths}
         # Else now and then, as where a loss is not finite, or before the first update
-        is_often = 2 * len({*when.values()}) > len(used) or (len(parts) > 1 and _are_multiples([*parts.values()]))
+        is_often = 2 * len({*when.values()}) > len(used) or (len(parts) > 1 and _are_multiples(sorted(parts.values())))
         by_line: dict[tuple[str, bool], int] = defaultdict(int)
         for (_, line, ended), num in groups.items():
             if is_often or (ended and num != max(lengths)):
                 by_line[line, ended] += num
         for (line, ended), num in by_line.items():
             if (line, False) not in by_line:
-                faults.append(
-                    Fault("tail", line, f"clears {num} micro-batches at an epoch's end before any step", TAIL)
-                )
+                text = f"clears {num} micro-batches at an epoch's end before any step"
+                faults.append(Fault("tail", line, text, TAIL))
             elif not ended:
                 text = f"clears {num + by_line.get((line, True), 0)} backwards before any step"
                 faults.append(Fault("cleared", line, text, "clear gradients after the step alone"))
-        left = [backward["line"] for backward in one["rest"][place] if not backward["cleared"]]
-        if left := [line for line in left if line in own]:
+        if left := [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]:
             faults.append(Fault("tail", left[-1], f"no step follows the run's last {len(left)} micro-batches", TAIL))
     return faults
 
@@ -211,20 +186,19 @@ def _traffic(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
     early, scattered, mixed = Counter[str](), Counter[str](), 0  # by line
     windows = sent = least = shards = 0  # bytes
     for ranks in updates.values() if len(seen) > 1 else ():
-        left = [one.get("left") or [None] for one in ranks]
-        if len({len(one) for one in left}) > 1 or any(each is None for one in left for each in one) or len(left[0]) < 2:
+        every = [one["backwards"] for one in ranks]
+        if len({*map(len, every)}) > 1 or len(every[0]) < 2 or any("left" not in one for each in every for one in each):
             continue
-        places, windows = ranks[0]["places"], windows + 1
-        size = torch.tensor([seen[0]["bytes"][place] for place in places])
-        copies = torch.tensor([seen[0]["sharded"].get(place, 0) for place in places])
+        about, windows = columns(seen[0], ranks[0]["places"]), windows + 1
+        size, copies = about["bytes"], about["copies"]
         shards = int(size[copies > 0].sum())
-        for k, backward in enumerate(ranks[0]["backwards"][:-1]):
-            after, got = (torch.stack([one[key][k] for one in ranks]) for key in ("left", "received"))
-            reduced = (copies == 0) & _alike(after, 1) & ~_alike(got, 1)
+        for of_ranks in list(zip(*every, strict=True))[:-1]:
+            after, got = (torch.stack([one[key] for one in of_ranks]) for key in ("left", "received"))
+            line, reduced = of_ranks[0]["line"], (copies == 0) & _alike(after, 1) & ~_alike(got, 1)
             if reduced.any():
-                early[backward["line"]] += 1
+                early[line] += 1
                 sent += int(size[reduced].sum())
-            scattered[backward["line"]] += bool(after[:, copies > 0].any())
+            scattered[line] += bool(after[:, copies > 0].any())
             mixed += bool(((copies > 1) & _alike(after, len(seen) // copies.clamp(min=1)) & ~_alike(got, 1)).any())
         least += int(size[(copies == 0) & after.any(-1).any(0)].sum())
     if num := scattered.total():
@@ -263,11 +237,12 @@ def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None
     places = known[0][0]["places"]
     if any(one["places"] != places for ranks in known for one in ranks):
         return []
-    same = [same_on_all([one["values"] for one in ranks], places, seen[0]["vectors"]) for ranks in known]
+    about = columns(seen[0], places)
+    same = [same_on_all([one["values"] for one in ranks], about["vector"]) for ranks in known]
     if any(bool((~before & now).any()) for before, now in pairwise(same)):
         notes.append(f"{known[0][0]['line']}: each rank steps alone, and parameters are averaged now and then")
         return None
-    apart = [seen[0]["names"][places[i]] for i in (same[0] & ~same[-1]).nonzero().flatten().tolist()]
+    apart = [about["name"][i] for i in (same[0] & ~same[-1]).nonzero().flatten().tolist()]
     text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
     return [Fault("apart", known[0][0]["line"], text, "reduce every gradient on every rank")] if apart else []
 

@@ -58,9 +58,9 @@ class Ledger:
         places = (self._places.get(id(p)) for p in parameters if p.grad is not None)
         return set[int]().union(*(self.owners.get(place, ()) for place in places if place is not None))
 
-    def add_root(self, module: nn.Module, *_: Any, **options: Any) -> None:
-        if len(self._roots) < 32 and all(ref() is not module for ref in self._roots):
-            self._roots.append(weakref.ref(module))
+    def add_root(self, root: nn.Module, /, *_: Any, **options: Any) -> None:
+        if len(self._roots) < 32 and all(ref() is not root for ref in self._roots):
+            self._roots.append(weakref.ref(root))
 
     def roots(self) -> list[nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
@@ -89,16 +89,16 @@ class Ledger:
         return bool(self.sharded()) or any(type(one).__name__.endswith("DataParallel") for one in modules)
 
     def as_dict(self) -> dict[str, Any]:
-        every = self.parameters
-        return {
-            "names": {place: self.names.get(place, f"parameter {place}") for place in range(len(every))},
-            "sharded": self.sharded(),
-            "wrapped": self.is_wrapped(),
-            "coarse": sorted(self.coarse),
-            "vectors": [place for place, one in enumerate(every) if one.ndim < 2],
-            "numels": [one.numel() for one in every],
+        every, sharded = self.parameters, self.sharded()
+        about = {
+            "name": [self.names.get(place, f"parameter {place}") for place in range(len(every))],
+            "copies": [sharded.get(place, 0) for place in range(len(every))],  # of a shard; of a whole one 0
+            "coarse": [place in self.coarse for place in range(len(every))],
+            "vector": [one.ndim < 2 for one in every],
+            "numel": [one.numel() for one in every],
             "bytes": [one.numel() * one.element_size() for one in every],
         }
+        return {"parameters": about, "wrapped": self.is_wrapped()}
 
     # Receipts
 

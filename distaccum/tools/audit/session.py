@@ -93,13 +93,7 @@ class Audit:
             self.notes.append(f"not seen: {lost} of {mine['world']} ranks, which did not tell what they saw (--folder)")
         if watch.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
             self.notes.append(f"{min(watch.norms)} normalises by each micro-batch: no window equals one big batch")
-        if watch.unheard:
-            self.notes.append(f"not seen: {', '.join(watch.unheard)}, in whose place another library has put its own")
-        self.notes += [f"{line}: trains a model in eval mode, without its dropout" for line in watch.undropped]
-        for line, (length, total) in mine["padded"].items():
-            self.notes.append(
-                f"{line}: DistributedSampler repeats {total - length} of {length} samples to pad each epoch"
-            )
+        self.notes += watch.notes
         self.status = int(bool(self.findings)) if self.judged and self.updates else 2
 
     def plot(self, path: str) -> None:

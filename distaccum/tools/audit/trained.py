@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -93,27 +93,27 @@ class Trained:
         used = {made.line for made in self.pending if made.cleared is None}
         for made in self.pending:  # by hand: those of another line, as of another model, are meant to be lost
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
+        schedules = dict[str, tuple[int, bool]]()
         steps = Counter((line, whose) for kind, line, _, whose in self.events if kind == "schedule")
-        found: dict[str, Any] = {"optimizer": self.place, "index": self.num}
-        found["schedules"] = schedules = dict[str, tuple[int, bool]]()
         for (line, whose), num in steps.items():
             if line:  # a window's own step has none
                 schedules[line] = max(schedules.get(line, (0, False)), (num + steps["", whose], ("", whose) in steps))
-        found |= {"backwards": [made.as_dict() for made in self.pending]}
-        return found if self._closed is None else found | self._receipts(self._closed)
+        backwards = [made.as_dict() for made in self.pending]
+        found = {"optimizer": self.place, "index": self.num, "schedules": schedules, "backwards": backwards}
+        return found if self._closed is None else found | self._receipts(self._closed, backwards)
 
-    def _receipts(self, closed: Receipts) -> dict[str, Any]:
-        received, mine = [made.received or {} for made in self.pending], set(self._places())
-        places = sorted(set(closed).union(*received) & mine)
-
-        def numbers(one: Receipts) -> Tensor:
-            return on_host([one], places)[0]
-
-        values = numbers(self._ledger.receipts(places, of_values=True))
-        moved = any(bool((numbers(made.values) != values).any()) for made in self.pending if made.values)
-        left = [None if made.left is None else numbers(made.left) for made in self.pending]
-        found = {"places": places, "closed": numbers(closed), "received": on_host(received, places)}
-        return {**found, "values": values, "moved": moved, "left": left}
+    def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns those of the update, and gives each backward its own, all read at once."""
+        every = set(closed).union(*(made.received or {} for made in self.pending))
+        places = sorted(every.intersection(self._places()))
+        values = self._ledger.receipts(places, of_values=True)
+        of_each = ((made.received or {}, made.left or {}, made.values or values) for made in self.pending)
+        rows = on_host([closed, values, *(one for three in of_each for one in three)], places)
+        for made, backward, received, left in zip(self.pending, backwards, rows[2::3], rows[3::3], strict=True):
+            backward |= {"received": received} if made.left is None else {"received": received, "left": left}
+        kept = zip(self.pending, rows[4::3], strict=True)
+        moved = any(bool((row != rows[1]).any()) for made, row in kept if made.values)
+        return {"places": places, "closed": rows[0], "values": rows[1], "moved": moved}
 
     def _places(self) -> list[int]:
         return [place for place, owners in self._ledger.owners.items() if self.place in owners]

@@ -86,12 +86,10 @@ class Watch:
         self.most, self.ledger = most, Ledger()
         self.updates: list[dict[str, Any]] = []
         self.found: dict[tuple[str, str], dict[str, int]] = {}  # by kind and line
-        self.padded: dict[str, tuple[int, int]] = {}  # by line
-        self.unheard: list[str] = []  # criterions
+        self.notes: dict[str, None] = {}  # on what is no mistake, or was not seen
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.norms: dict[str, None] = {}  # batch normalisation that trains
-        self.undropped: dict[str, None] = {}  # backwards without the dropout that there is
         self._modes: dict[tuple[str, int], bool] = {}
         self._current: Backward | None = None
         self._expected: float | None = None  # the window's count of the micro-batch, where it expects a mean
@@ -108,7 +106,8 @@ class Watch:
                 self.ledger.place(parameter)
 
     def start(self) -> None:
-        self.unheard = self._stack.enter_context(hearing(self._see))
+        if unheard := self._stack.enter_context(hearing(self._see)):
+            self.notes[f"not seen: {', '.join(unheard)}, in whose place another library has put its own"] = None
         clips = (
             (owner, f"clip_grad_{kind}_") for owner in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")
         )
@@ -228,7 +227,7 @@ class Watch:
                 self._modes[key] = root.training
                 self.norms |= {name: None for name, one in batchnorms(root) if one.training}
                 if not root.training and any(isinstance(one, nn.Dropout) and one.p for one in root.modules()):
-                    self.undropped[line] = None
+                    self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
             elif self._modes[key] and not root.training:
                 self.note("eval", line, num)
 
@@ -344,7 +343,8 @@ class Watch:
 
     def _pad(self, sampler: Any) -> None:
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
-            self.padded[where()[0]] = len(sampler.dataset), sampler.total_size
+            length, more = len(sampler.dataset), sampler.total_size - len(sampler.dataset)
+            self.notes[f"{where()[0]}: DistributedSampler repeats {more} of {length} samples to pad each epoch"] = None
 
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler if scaler.is_enabled() else None
@@ -377,7 +377,6 @@ class Watch:
                 one.place: [] if self.most else [made.as_dict() for made in one.pending if made.is_sure]
                 for one in self.trained.values()
             },
-            "padded": self.padded,
         }
 
 

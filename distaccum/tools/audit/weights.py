@@ -9,7 +9,7 @@ from typing import Any
 
 from ...law import plural
 from .criterions import BY_CLASS
-from .receipts import Fault, Key, Reckoned
+from .receipts import Fault, Key, Reckoning
 
 MEANS = ("mean", "batchmean")
 COUNTS = {  # windows by what a mean is over
@@ -120,16 +120,17 @@ def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
     return faults
 
 
-def among_updates(terms: Terms, updates: Updates, found: Reckoned, notes: list[str]) -> list[Fault]:
+def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning], notes: list[str]) -> list[Fault]:
     """Updates must weigh as much as each other, and the usual one as much as a mean."""
-    faults, ranks, factors = [], len(next(iter(updates.values()), ())), found.factors
+    faults, ranks = [], len(next(iter(updates.values()), ()))
+    factors = {key: one.factor for key, one in found.items() if one.factor is not None}
     sums: dict[Key, float] = defaultdict(float)
     for (place, *_), by_update in terms.items():
         for index, every in by_update.items():
             sums[place, index] += sum(one["total"] for one in every) / ranks
     for (place, line, name, inner, _), by_update in terms.items():
-        known = [factors[place, index] for index in by_update if (place, index) in factors]
-        factor = statistics.median(known) if known else None
+        known = [found[place, index] for index in by_update if (place, index) in found]
+        factor = statistics.median([one.factor for one in known if one.factor is not None] or [0.0]) or None
         steps = {index: max(Counter(one["rank"] for one in every).values()) for index, every in by_update.items()}
         totals = {
             index: sum(one["total"] for one in every) / ranks * factors.get((place, index), factor or 1.0)
@@ -160,10 +161,10 @@ def among_updates(terms: Terms, updates: Updates, found: Reckoned, notes: list[s
             faults += _short(line, steps, common, relative)
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
         whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
-        if factor is None or not paths or whole or any((place, index) in found.tasks for index in usual):
+        if factor is None or not paths or whole or any(one.is_tasks for one in known):
             continue  # terms that are one mean together, or tasks of the same samples
         if sum(_is_same(by_update[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
-            names = found.shared.get((place, usual[0]), "")
+            names = found[place, usual[0]].shared if (place, usual[0]) in found else ""
             if names and all(one["print"] == every[0]["print"] for one in by_update[usual[0]]):
                 text = f"{names} gets the same gradient from each of {common} backwards of the same samples"
                 hand = f"divide its gradient by {common} before the step"
