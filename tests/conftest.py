@@ -20,7 +20,7 @@ SLOWEST = (
     "tools/doctor runs/update meshes/sharing trainers/families meshes/states core/state extensions/noise "
     "grids/models meshes/pipeline docs/pages engines/fsdp2"
 )
-collect_ignore = ["support/preloaded.py", "audit/loops", "audit/bugs"]  # slow to import, and scripts; without doctests
+collect_ignore = ["support/preloaded.py", "audit/loops"]  # slow to import, and scripts; without doctests
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,8 @@
-"""`distaccum audit` on whole scripts: right ones, and each with one mistake put in."""
+"""`distaccum audit` on whole scripts: right ones, and each with one mistake put in.
+
+Thirty of the mistakes were reported in public; beside those that say so, transformers#34191 and #34242,
+pytorch-lightning#19987, tt-metal#17568, h2o-llmstudio#663, LoongForge#163, nanochat#618 and FunASR#3472.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import distaccum
+from distaccum import Accumulator
 from distaccum.tools.cli import main
 from tests.support.counting import Counting
 from tests.support.programs import wait_for
@@ -40,6 +45,7 @@ RIGHT = {
     **{f"trained {who}": 2 for who in ("accelerate", "fabric", "zero1", "zero2", "zero3")},
     **dict.fromkeys(("trained lightning", "trained transformers"), 1),
 }
+WRONG = {"context_ranks": 2, "pipelines": 2, "openwakeword_316": 1}  # without a right one
 ALONE = [
     *(("styles", style) for style in ("divides at the step", "times its tokens", "masks", "scales gradients", "nll")),
     *(("losses", kind) for kind in ("weighted", "distilled", "of_tasks", "of_pairs", "of_policy", "focal")),
@@ -59,14 +65,14 @@ class Mutation(NamedTuple):
 
 
 def mutation(text: str) -> Mutation:
-    """Reads a head, then pairs of what goes ("- ") and what comes ("+ "), and perhaps the line that is named ("@ ")."""
+    """Reads a head, pairs of what goes ("- ") and what comes ("+ "), and ("@ ") what the line has that is named."""
     head, *lines = text.split("\n")
     blocks = [
         (mark, "\n".join(line[2:] for line in every)) for mark, every in groupby(lines, key=lambda line: line[:1])
     ]
     changes = [(old, new) for (mark, old), (_, new) in pairwise(blocks) if mark == "-"]
-    at = next((block for mark, block in blocks if mark == "@"), changes[0][1].strip().split("\n")[0])
-    return Mutation(*head.split(" | "), changes, at)
+    at = [block for mark, block in blocks if mark == "@"] or changes[0][1].strip().split("\n")
+    return Mutation(*head.split(" | "), changes, at[0])
 
 
 MUTATIONS = [mutation(one) for one in (LOOPS.parent / "mutations.txt").read_text().rstrip().split("\n\n")]
@@ -119,12 +125,16 @@ def test_mistake_is_named_with_its_line(audited, mutation):
     for old, new in mutation.changes:
         assert text.count(old) == 1
         text = text.replace(old, new)
-    done, found = audited(mutation.script, text, RIGHT[mutation.script])
+    done, found = audited(mutation.script, text, WRONG.get(script.stem) or RIGHT.get(mutation.script, 1))
+    lines = [f"{script.stem}.py:{i}" for i, line in enumerate(text.splitlines(), start=1) if mutation.at in line]
+    if mutation.kind == "note":  # what may be meant
+        assert done.status == 0 and found["findings"] == [], done.text
+        assert any(f"{line}: {mutation.says}" in note for line in lines for note in found["notes"]), done.text
+        return
     assert done.status == 1, done.text
     kinds = [one for one in found["findings"] if one["kind"] == mutation.kind]
     named = [one for one in kinds if mutation.says in one["text"] + one["window"]]
     assert named, done.text
-    lines = [f"{script.stem}.py:{i}" for i, line in enumerate(text.splitlines(), start=1) if mutation.at in line]
     assert any(one["where"].endswith(tuple(lines)) for one in named), (lines, done.text)
 
 
@@ -227,6 +237,18 @@ def test_criterion_is_heard_where_a_script_held_it_before():
             (held(model(torch.ones(size, 4)), torch.arange(size)) / 2).backward()
         sgd.step()
     assert [one.kind for one in report.findings] == ["weights"]
+
+
+def test_window_of_an_accumulator_that_is_older_than_the_audit_is_heard():
+    model = nn.Linear(4, 3)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+    with distaccum.audit(model) as report:
+        for window in accumulator.windows([torch.ones(size, 4) for size in (2, 3)]):
+            for x in window:
+                window.backward(cross_entropy(model(x), torch.arange(len(x))))
+            window.step()
+    report.assert_right()
+    assert report.judged == {"weights": 1, "receipts": 1}
 
 
 def test_factor_that_a_script_gives_backward_itself_is_no_division():

@@ -39,7 +39,7 @@ def of_tasks(model, window):
 def of_pairs(model, window):
     for x, _ in window:
         u, v = functional.normalize(model(x), dim=1), functional.normalize(model(x + 0.1), dim=1)
-        scores, pairs = model.scale.exp() * u @ v.T, torch.arange(len(x))
+        scores, pairs = model.scale.exp() * u @ v.T, torch.arange(len(u))
         yield (functional.cross_entropy(scores, pairs) + functional.cross_entropy(scores.T, pairs)) / 2 / len(window)
 
 
