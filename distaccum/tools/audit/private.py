@@ -17,8 +17,20 @@ LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook tells when 
 FUSED = "ChunkedLogProbFunctionBackward"  # TRL's, which no function of torch's gives
 SINK = "_DDPSinkBackward"  # through which DDP hands on all outputs of a model
 SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy", SINK)  # from it to a loss
-# Our windows call the engine itself, to save the checks of torch.autograd.backward.
-BACKWARDS = ((torch.autograd, "backward"), (base, "run_backward"))
+
+
+def backwards() -> Iterator[tuple[Any, str, int]]:
+    """Yields what runs backward, and which of its arguments has the roots.
+
+    Our windows call autograd's engine itself, to save the checks of torch.autograd.backward: through a function that an
+    engine of ours keeps when it is made, which may have been before the audit.
+    """
+    yield from ((torch.autograd, "backward", 0), (base, "run_backward", 0))
+    kinds: list[Any] = [base.Engine]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if "backward" in vars(kind):
+            yield kind, "backward", 1
 
 
 def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]:

@@ -31,7 +31,7 @@ class Fault(NamedTuple):
 
 
 def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """What a rank knows of these parameters: a tensor of each thing, and a list of names."""
+    """Returns what a rank knows of these parameters: a tensor of each thing, and a list of names."""
     found = {what: [every[place] for place in places] for what, every in about["parameters"].items()}
     return {what: one if what == "name" else torch.tensor(one) for what, one in found.items()}
 

@@ -11,37 +11,33 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from .session import Audit
-from .watch import Enough, Watch
+from .session import Audit, watched
 
 
 def run(given: Any) -> int:
     """The script's own exit status where it is not 0, else the verdict's."""
     if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("--plot without matplotlib, which draws it; pip install matplotlib, or leave it out")
-    code, watch, report = _prepare(given), Watch(most=given.updates), Audit()
+    code = _prepare(given)
     status: Any = 0
-    watch.start()
-    try:
-        exec(code, sys.modules["__main__"].__dict__)
-    except Enough:
-        pass
-    except SystemExit as left:
-        status = left.code
-    except Exception as error:
-        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-        status = 2
-    finally:  # also where Ctrl-C ends it
-        watch.stop()
-        with report.filled(watch, given.folder, ended=status != 2):
-            if report.rank == 0:
-                with suppress(BrokenPipeError):  # the report goes to stderr, which may be there still
-                    sys.stdout.flush()
-                print(report, file=sys.stderr, flush=True)
-                if given.json is not None:
-                    Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-                if given.plot is not None:
-                    report.plot(given.plot)
+
+    def tell(report: Audit) -> None:
+        with suppress(BrokenPipeError):  # the report goes to stderr, which may be there still
+            sys.stdout.flush()
+        print(report, file=sys.stderr, flush=True)
+        if given.json is not None:
+            Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        if given.plot is not None:
+            report.plot(given.plot)
+
+    with watched(None, given.updates, given.folder, tell) as report:  # which tells also where Ctrl-C ends it
+        try:
+            exec(code, sys.modules["__main__"].__dict__)
+        except SystemExit as left:  # also of as many updates as were asked for
+            status = left.code
+        except Exception as error:
+            traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+            status, report.ended = 2, False
     if isinstance(status, str):  # as of sys.exit("a message")
         print(status, file=sys.stderr)
     return 1 if isinstance(status, str) else status or report.status

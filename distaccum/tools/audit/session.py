@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ class Audit:
     status: int = 2
     judged: dict[str, int] = field(default_factory=dict)
     rank: int = field(default=0, repr=False)
+    ended: bool = field(default=True, repr=False)  # False: by an error, for which other ranks may wait
     seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def assert_right(self) -> None:
@@ -76,16 +77,7 @@ class Audit:
         lines += [f"  note: {note}" for note in self.notes]
         return fitted(line.replace(f"{Path.cwd()}{os.sep}", "") for line in lines)
 
-    @contextmanager
-    def filled(self, watch: Watch, folder: str | None, ended: bool = True) -> Iterator[None]:
-        """Judges what all ranks saw; they stay together in the block."""
-        self.rank, world = place_in_job()
-        mine = {"rank": self.rank, "world": world, "ended": ended, **watch.as_dict()}
-        with exchanged(mine, folder, next(_numbers)) as self.seen:
-            self._judge(watch, mine)
-            yield
-
-    def _judge(self, watch: Watch, mine: dict[str, Any]) -> None:
+    def judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
         self.findings, self.notes, self.judged = quietly(verdict)(self.seen) or ([], [], {})
         self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
@@ -139,11 +131,14 @@ def audit(
     """
     if updates is not None:
         whole_number("updates", updates, "; leave it out to watch the whole block")
-    return _watched(model, updates, folder)
+    return watched(model, updates, folder)
 
 
 @contextmanager
-def _watched(model: nn.Module | None, updates: int | None, folder: str | None) -> Iterator[Audit]:
+def watched(
+    model: nn.Module | None, updates: int | None, folder: str | None, tell: Callable[[Audit], object] | None = None
+) -> Iterator[Audit]:
+    """Yields a report, which is filled in and told at the end; all ranks stay until then."""
     report, watch = Audit(), Watch(model, updates)
     watch.start()
     try:
@@ -152,5 +147,10 @@ def _watched(model: nn.Module | None, updates: int | None, folder: str | None) -
         pass
     finally:
         watch.stop()
-        with report.filled(watch, folder, ended=sys.exc_info()[0] is None):
-            pass
+        report.rank, world = place_in_job()
+        ended = report.ended and sys.exc_info()[0] is None
+        mine = {"rank": report.rank, "world": world, "ended": ended, **watch.as_dict()}
+        with exchanged(mine, folder, next(_numbers)) as report.seen:
+            report.judge(watch, mine)
+            if tell is not None and report.rank == 0:
+                tell(report)

@@ -11,6 +11,7 @@ import itertools
 import os
 import sysconfig
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -66,16 +67,11 @@ def where() -> tuple[str, str]:
 
 
 def trainer() -> str:
-    """The Trainer whose loop is at work: "AccumulatingTrainer", "Trainer", or "" for a loop of the user's."""
-    frame, found = inspect.currentframe(), ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(f"{OURS}trainers{os.sep}"):
-            return "AccumulatingTrainer"
-        if path.endswith(f"{os.sep}transformers{os.sep}trainer.py"):
-            found = "Trainer"
-        frame = frame.f_back
-    return found
+    """Tells whose loop is at work: an "AccumulatingTrainer"'s, a "Trainer"'s, or "", the user's own."""
+    paths = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+    if any(path.startswith(f"{OURS}trainers{os.sep}") for path in paths):
+        return "AccumulatingTrainer"
+    return "Trainer" if any(path.endswith(f"{os.sep}transformers{os.sep}trainer.py") for path in paths) else ""
 
 
 @final
@@ -122,7 +118,7 @@ class Watch:
             (torch.amp.GradScaler, "unscale_", self._unscale),
         ]
         around: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((owner, name, self._backward) for owner, name in private.BACKWARDS),
+            *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
             (Optimizer, "add_param_group", self._add_group),
             (LRScheduler, "step", self._schedule),
             (Window, "backward", self._weigh),
@@ -157,7 +153,8 @@ class Watch:
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
     def _see_fused(self, node: Any, divisors: Any) -> None:
-        node.metadata["distaccum"] = term = _term("log_prob", torch.float32, divisors=divisors)
+        known = {"reduction": "none", "rows": 1, "unit": "tokens", "divisors": divisors}
+        node.metadata["distaccum"] = term = _term("log_prob", torch.float32, **known)
         node.register_prehook(lambda seeds: self._take(term, seeds[0]))
 
     @quietly
@@ -184,7 +181,7 @@ class Watch:
         """Updates so far."""
         return max((one.num for one in self.trained.values()), default=0)
 
-    def _backward(self, original: Any, *args: Any, **options: Any) -> Any:
+    def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         if self._current is not None or self._stepping is not None:  # within another, as of checkpointing, or a step
             return original(*args, **options)
         made, num = Backward(where()[0], self._drawn), self._num
@@ -197,7 +194,7 @@ class Watch:
         else:
             self.ledger.disarm()
         if made.received is not None or not self._heard:
-            quietly(private.note_divisors)(args[0] if args else options.get("tensors"), self._see_fused)
+            quietly(private.note_divisors)(args[at] if args else options.get("tensors"), self._see_fused)
         quietly(self._note_modes)(made.line, num)
         self._current = made
         try:
@@ -382,16 +379,9 @@ class Watch:
 
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
     """Returns a criterion's call, without the seed that flows into it."""
-    line, inner = where()
+    (line, inner), eps = where(), torch.finfo(dtype).eps
     unknown = dict.fromkeys(("count", "print", "divisors", "seed", "low", "expected"))
-    term = {
-        "site": [line, name, inner],
-        "reduction": "none",
-        "rows": 1,
-        "unit": "tokens",
-        "eps": torch.finfo(dtype).eps,
-    }
-    return {**unknown, **term, **known}
+    return {**unknown, "site": [line, name, inner], "eps": eps, **known}
 
 
 @torch.no_grad()

@@ -161,7 +161,7 @@ def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning]
             faults += _short(line, steps, common, relative)
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
         whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
-        if factor is None or not paths or whole or any(one.is_tasks for one in known):
+        if factor is None or not paths or whole or any(found[place, i].is_tasks for i in usual if (place, i) in found):
             continue  # terms that are one mean together, or tasks of the same samples
         if sum(_is_same(by_update[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
             names = found[place, usual[0]].shared if (place, usual[0]) in found else ""
@@ -232,13 +232,7 @@ def _is_same(terms: Sequence[dict[str, Any]]) -> bool:
 
 
 def _why(
-    level: float,
-    factor: float,
-    steps: int,
-    ranks: int,
-    what: str,
-    path: Sequence[tuple[str, float | None]],
-    is_part: bool,
+    level: float, factor: float, steps: int, ranks: int, what: str, path: Sequence[tuple[str, Any]], is_part: bool
 ) -> tuple[str, str] | None:
     """Tells what is divided too often or too rarely, and the cure.
 
@@ -246,24 +240,23 @@ def _why(
     """
     plain = [value for how, value in path if how == "div" and value is not None]
     by_ranks = [value for how, value in path if how == "mul" and value is not None and _is(value, ranks)]
-    if ranks > 1 and _is(factor, ranks) and _is(level, ranks) and len(plain) + len(by_ranks) == len(path):
-        return "the ranks are added up, not averaged", f"divide by {ranks}"
     by_steps = sum(_is(value, steps) for value in plain)
-    if steps > 1 and _is(level, steps) and not path:
-        return f"nothing divides by the {steps} micro-batches", f"loss / {steps}"
-    divided = by_steps > (what == "mean") or (steps > 2 and 0 < by_steps == len(path))  # of two it may be a coefficient
-    if steps > 1 and _is(level * steps, 1.0) and divided:
-        if what != "mean":
-            return f"the {steps} micro-batches divide what their tokens divide already", "leave one division out"
-        return f"the {steps} micro-batches divide twice", "divide once: here, or in the library that does so too"
-    if ranks == 1 or len(plain) < len(path) or is_part:
-        return None
-    if _is(level * ranks, 1.0) and (
-        what in BY_CLASS or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)
-    ):
-        text = f"the {ranks} ranks divide twice" + ", since the wrapper averages" * _is(factor, 1.0)
-        return text, f"multiply by {ranks}"
-    return ("the ranks are added up, not averaged", f"divide by {ranks}") if _is(level, ranks) else None
+    # One division of two may be a coefficient
+    by_each = steps > 1 and (by_steps > (what == "mean") or (steps > 2 and 0 < by_steps == len(path)))
+    is_known = ranks > 1 and len(plain) == len(path) and not is_part
+    by_all = what in BY_CLASS or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)
+    are_added = ranks > 1 and _is(factor, ranks) and len(plain) + len(by_ranks) == len(path)
+    added, averages = "the ranks are added up, not averaged", ", since the wrapper averages" * _is(factor, 1.0)
+    none, each = f"nothing divides by the {steps} micro-batches", f"the {steps} micro-batches divide"
+    causes = [  # where it can be one, the weight that it makes, and the cure
+        (are_added, ranks, added, f"divide by {ranks}"),
+        (steps > 1 and not path, steps, none, f"loss / {steps}"),
+        (by_each and what != "mean", 1 / steps, f"{each} what their tokens divide already", "leave one division out"),
+        (by_each, 1 / steps, f"{each} twice", "divide once: here, or in the library that does so too"),
+        (is_known and by_all, 1 / ranks, f"the {ranks} ranks divide twice{averages}", f"multiply by {ranks}"),
+        (is_known, ranks, added, f"divide by {ranks}"),
+    ]
+    return next(((text, hand) for can_be, weight, text, hand in causes if can_be and _is(level, weight)), None)
 
 
 def _is(value: float, other: float) -> bool:
