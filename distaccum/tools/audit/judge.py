@@ -19,7 +19,7 @@ ONE = torch.ones(1)
 ALONE = "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 TRAINERS = {
-    "AccumulatingTrainer": "AccumulatingTrainer(..., count=..., reduction=...) says what the loss is; it divides alone",
+    "AccumulatingTrainer": "AccumulatingTrainer(..., count=..., reduction=...), and a loss that nothing else divides",
     "Trainer": "from distaccum.transformers import AccumulatingTrainer: use it in the place of Trainer, or with a "
     "subclass: class Mine(AccumulatingTrainer, SFTTrainer)",
 }

@@ -92,11 +92,17 @@ def _ends(values: Any) -> tuple[float, float]:
 
 def is_one_mean(terms: Terms, factors: Mapping[Key, Sequence[float]]) -> bool:
     """True where samples of all ranks weigh as one mean together, by each rank's factor of an update."""
-    sums: dict[Key, float] = defaultdict(float)
+    sums = [(by_rank, factors[key]) for key, by_rank in _sums(terms).items() if key in factors]
+    return bool(sums) and all(_is(sum(one[rank] * each[rank] for rank in one), 1.0) for one, each in sums)
+
+
+def _sums(terms: Terms) -> dict[Key, Counter[int]]:
+    """What flows into all criterions of an update, by rank."""
+    sums: dict[Key, Counter[int]] = defaultdict(Counter)
     for (place, *_), by_update in terms.items():
-        for index in by_update.keys() & {index for one, index in factors if one == place}:
-            sums[place, index] += sum(one["total"] * factors[place, index][one["rank"]] for one in by_update[index])
-    return bool(sums) and all(_is(one, 1.0) for one in sums.values())
+        for index, one in ((index, one) for index, every in by_update.items() for one in every):
+            sums[place, index][one["rank"]] += one["total"]
+    return sums
 
 
 def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
@@ -124,10 +130,7 @@ def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning]
     """Updates must weigh as much as each other, and the usual one as much as a mean."""
     faults, ranks = [], len(next(iter(updates.values()), ()))
     factors = {key: one.factor for key, one in found.items() if one.factor is not None}
-    sums: dict[Key, float] = defaultdict(float)
-    for (place, *_), by_update in terms.items():
-        for index, every in by_update.items():
-            sums[place, index] += sum(one["total"] for one in every) / ranks
+    sums = {key: by_rank.total() / ranks for key, by_rank in _sums(terms).items()}
     for (place, line, name, inner, _), by_update in terms.items():
         known = [found[place, index] for index in by_update if (place, index) in found]
         factor = statistics.median([one.factor for one in known if one.factor is not None] or [0.0]) or None
