@@ -97,7 +97,7 @@ def is_one_mean(terms: Terms, factors: Mapping[Key, Sequence[float]]) -> bool:
 
 
 def _sums(terms: Terms) -> dict[Key, Counter[int]]:
-    """What flows into all criterions of an update, by rank."""
+    """Sums what flows into all criterions of an update, by rank."""
     sums: dict[Key, Counter[int]] = defaultdict(Counter)
     for (place, *_), by_update in terms.items():
         for index, one in ((index, one) for index, every in by_update.items() for one in every):
