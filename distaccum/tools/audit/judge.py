@@ -162,14 +162,19 @@ def _are_multiples(indices: Sequence[int]) -> bool:
 
 def _events(seen: Seen, updates: Updates) -> list[Fault]:
     faults = []
-    for kind, line, numbers in ((*key, numbers) for one in seen for key, numbers in one["found"].items()):
-        if kind == "schedule" and 2 * numbers["times"] < len(seen[0]["updates"]):
-            continue  # at the end of an epoch, which may be anywhere in a window
-        text, hand = EVENTS[kind]
-        faults.append(
-            Fault(kind, line, f"{text} (first in update {numbers['update']}; {numbers['times']} times)", hand)
-        )
-    first = [ranks[0]["schedules"] for (place, _), ranks in updates.items() if place == min(updates)[0]]
+    for one in seen:
+        found: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
+        for update in one["updates"]:
+            lines = [backward["line"] for backward in update["backwards"]]
+            for kind, line, before, _ in update["events"]:
+                if line and (kind == "eval" or (kind in EVENTS and {*lines[:before]} & {*lines[before:]})):
+                    found[kind, line].append(update["index"])
+        for (kind, line), where in found.items():
+            # A schedule may step at an epoch's end, which may be anywhere in a window
+            if kind != "schedule" or 2 * len(where) >= len(seen[0]["updates"]):
+                text, hand = EVENTS[kind]
+                faults.append(Fault(kind, line, f"{text} (first in update {where[0]}; {len(where)} times)", hand))
+    first = [_schedules(ranks[0]) for (place, _), ranks in updates.items() if place == min(updates)[0]]
     for line, known in Counter(each for one in first for each in one.items() if each[1][0] > 1):
         if 2 * sum(one.get(line) == known for one in first) >= len(first):
             hand, window = "step it once per update, on any number of ranks", {}
@@ -179,6 +184,17 @@ def _events(seen: Seen, updates: Updates) -> list[Fault]:
                 hand, window = "leave this step out", {"window": "or leave scheduler= out of the Accumulator"}
             faults.append(Fault("schedule", line, text, hand, **window))
     return faults
+
+
+def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:
+    """By line, how often a schedule that it steps moves on, and whether a window of ours steps it too."""
+    steps = Counter((line, whose) for kind, line, _, whose in update["events"] if kind == "schedule")
+    found: dict[str, tuple[int, bool]] = {}
+    for line, whose in steps:
+        if line:
+            num = steps[line, whose] + steps.get(("", whose), 0)
+            found[line] = max(found.get(line, (0, False)), (num, ("", whose) in steps))
+    return found
 
 
 def _traffic(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -44,7 +43,8 @@ class Trained:
         self.optimizer, self.place, self.pending, self._ledger = optimizer, place, pending, ledger
         self.num = self._num_cleared = 0
         self.is_filled = False  # by the last backward: engines may keep gradients elsewhere
-        self.events: list[tuple[str, str, int, int]] = []  # kind, line, how many backwards came before, and whose
+        # Kind, line ("": a window's own), how many backwards came before, and whose schedule
+        self.events: list[tuple[str, str, int, int]] = []
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
 
     @property
@@ -81,25 +81,13 @@ class Trained:
     def forget(self) -> None:
         self.pending, self._closed, self.events = [], None, []
 
-    def amid(self) -> Iterator[tuple[str, str]]:
-        """Yields events, and their lines, between backwards of the same line."""
-        for kind, line, before, _ in self.events:
-            lines = {made.line for made in self.pending[:before]}
-            if line and kind != "ended" and lines & {made.line for made in self.pending[before:]}:
-                yield kind, line
-
     def record(self) -> dict[str, Any]:
         """Returns what is known of the update, with plain numbers."""
         used = {made.line for made in self.pending if made.cleared is None}
         for made in self.pending:  # by hand: those of another line, as of another model, are meant to be lost
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
-        schedules = dict[str, tuple[int, bool]]()
-        steps = Counter((line, whose) for kind, line, _, whose in self.events if kind == "schedule")
-        for (line, whose), num in steps.items():
-            if line:  # a window's own step has none
-                schedules[line] = max(schedules.get(line, (0, False)), (num + steps["", whose], ("", whose) in steps))
         backwards = [made.as_dict() for made in self.pending]
-        found = {"optimizer": self.place, "index": self.num, "schedules": schedules, "backwards": backwards}
+        found = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
         return found if self._closed is None else found | self._receipts(self._closed, backwards)
 
     def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:

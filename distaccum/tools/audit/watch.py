@@ -81,7 +81,6 @@ class Watch:
     def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
         self.most, self.ledger = most, Ledger()
         self.updates: list[dict[str, Any]] = []
-        self.found: dict[tuple[str, str], dict[str, int]] = {}  # by kind and line
         self.notes: dict[str, None] = {}  # on what is no mistake, or was not seen
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
@@ -135,10 +134,6 @@ class Watch:
 
     def stop(self) -> None:
         self._stack.close()
-
-    def note(self, kind: str, line: str, update: int) -> None:
-        """Counts how often something happened at a line."""
-        self.found.setdefault((kind, line), {"times": 0, "update": update})["times"] += 1
 
     # Micro-steps
 
@@ -194,8 +189,8 @@ class Watch:
         else:
             self.ledger.disarm()
         if made.received is not None or not self._heard:
-            quietly(private.note_divisors)(args[at] if args else options.get("tensors"), self._see_fused)
-        quietly(self._note_modes)(made.line, num)
+            quietly(private.note_divisors)(args[at] if len(args) > at else options.get("tensors"), self._see_fused)
+        quietly(self._note_modes)(made.line)
         self._current = made
         try:
             result = original(*args, **options)
@@ -217,7 +212,7 @@ class Watch:
             self._early = [*self._early[-KEPT:], made]
         return result
 
-    def _note_modes(self, line: str, num: int) -> None:
+    def _note_modes(self, line: str) -> None:
         for root in self.ledger.trained_roots():
             key = line, id(root)
             if key not in self._modes:
@@ -226,7 +221,8 @@ class Watch:
                 if not root.training and any(isinstance(one, nn.Dropout) and one.p for one in root.modules()):
                     self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
             elif self._modes[key] and not root.training:
-                self.note("eval", line, num)
+                for one in self.trained.values():
+                    one.note("eval", line)
 
     # Steps
 
@@ -288,8 +284,6 @@ class Watch:
         now = time.perf_counter()
         if one.num < 2:
             self.ledger.name()
-        for kind, line in one.amid():
-            self.note(kind, line, one.num)
         worked = one.pending[-1].begun - self._last
         record = {**one.record(), "line": where()[0], "seconds": now - self._last, "waited": self._waited}
         record["trainer"] = trainer()
@@ -369,7 +363,6 @@ class Watch:
         return {
             **self.ledger.as_dict(),
             "updates": self.updates,
-            "found": self.found,
             "rest": {
                 one.place: [] if self.most else [made.as_dict() for made in one.pending if made.is_sure]
                 for one in self.trained.values()
