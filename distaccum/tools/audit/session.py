@@ -52,22 +52,18 @@ class Audit:
         if self.status:
             raise AssertionError(str(self))
 
-    @property
-    def about(self) -> str:
-        """Names what was looked at."""
-        texts = {"weights": ("weights in", "criterion"), "receipts": ("receipts of", "update")}
-        seen = [f"{texts[what][0]} {plural(num, texts[what][1])}" for what, num in self.judged.items() if num]
-        return ", ".join([*seen, "order of calls"])
-
     def as_dict(self) -> dict[str, Any]:
         names = ("status", "updates", "ranks", "judged", "notes")
         return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
 
     def __str__(self) -> str:
         about = plural(self.updates, "update") + (f" of {self.ranks} ranks" if self.ranks > 1 else "")
-        lines = [f"audit: right in all that was seen of {about}: {self.about}"]
+        texts = {"weights": ("weights in", "criterion"), "receipts": ("receipts of", "update")}
+        seen = [f"{texts[what][0]} {plural(num, texts[what][1])}" for what, num in self.judged.items() if num]
+        looked = ", ".join([*seen, "order of calls"])
+        lines = [f"audit: right in all that was seen of {about}: {looked}"]
         if missing := [what for what, num in self.judged.items() if not num]:
-            lines = [f"audit: nothing wrong was seen in {about}: {self.about}; {' and '.join(missing)} were not judged"]
+            lines = [f"audit: nothing wrong was seen in {about}: {looked}; {' and '.join(missing)} were not judged"]
         if self.status == 2:
             lines = ["audit: nothing could be judged: no optimizer stepped what a backward gave"]
         elif num := len(self.findings):
@@ -140,13 +136,12 @@ def watched(
 ) -> Iterator[Audit]:
     """Yields a report, which is filled in and told at the end; all ranks stay until then."""
     report, watch = Audit(), Watch(model, updates)
-    watch.start()
     try:
-        yield report
+        with watch.listening():
+            yield report
     except Enough:
         pass
     finally:
-        watch.stop()
         report.rank, world = place_in_job()
         ended = report.ended and sys.exc_info()[0] is None
         mine = {"rank": report.rank, "world": world, "ended": ended, **watch.as_dict()}

@@ -13,8 +13,8 @@ import sysconfig
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 from unittest.mock import patch
@@ -76,7 +76,7 @@ def trainer() -> str:
 
 @final
 class Watch:
-    """Listens from `start` to `stop`, which puts everything back."""
+    """Listens while `listening`, and puts everything back."""
 
     def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
         self.most, self.ledger = most, Ledger()
@@ -94,15 +94,13 @@ class Watch:
         self._scheduling = False
         self._scaler: Any = None
         self._drawn, self._waited, self._last = 0, 0.0, time.perf_counter()
-        self._stack = ExitStack()
         if model is not None:
             self.ledger.add_root(model)
             for parameter in model.parameters():
                 self.ledger.place(parameter)
 
-    def start(self) -> None:
-        if unheard := self._stack.enter_context(hearing(self._see)):
-            self.notes[f"not seen: {', '.join(unheard)}, in whose place another library has put its own"] = None
+    @contextmanager
+    def listening(self) -> Iterator[None]:
         clips = (
             (owner, f"clip_grad_{kind}_") for owner in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")
         )
@@ -124,16 +122,17 @@ class Watch:
             (torch.amp.GradScaler, "step", self._scaler_step),
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
-        for owner, name, hear in before:
-            self._stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first=True)))
-        for owner, name, hear in around:
-            self._stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear)))
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._stack.callback(self.ledger.disarm)
-
-    def stop(self) -> None:
-        self._stack.close()
+        with ExitStack() as stack:
+            if unheard := stack.enter_context(hearing(self._see)):
+                self.notes[f"not seen: {', '.join(unheard)}, in whose place another library has put its own"] = None
+            for owner, name, hear in before:
+                stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first=True)))
+            for owner, name, hear in around:
+                stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear)))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(self.ledger.disarm)
+            yield
 
     # Micro-steps
 
@@ -246,7 +245,7 @@ class Watch:
         self._stepping, one = optimizer, self._know(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
         if closure is None:
-            self._use(one)
+            self._record(one)
             return None
         calls = itertools.count()
 
@@ -259,14 +258,9 @@ class Watch:
                 return closure(*args, **options)
             finally:
                 self._stepping = optimizer
-                self._use(one)
+                self._record(one)
 
         return (optimizer, heard, *args[2:]), {name: one for name, one in options.items() if name != "closure"}
-
-    def _use(self, one: Trained) -> None:
-        if one.pending:
-            one.close()
-            self._record(one)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         one = self.trained.get(id(optimizer))
@@ -281,6 +275,9 @@ class Watch:
 
     @quietly
     def _record(self, one: Trained) -> None:
+        if not one.pending:
+            return
+        one.close()
         now = time.perf_counter()
         if one.num < 2:
             self.ledger.name()
