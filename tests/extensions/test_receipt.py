@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator, DistaccumError, count_tokens
 from distaccum.extensions import Receipt
 from tests.support.engines import TORCH, import_deepspeed, zero_config
-from tests.support.ranks import on_ranks
+from tests.support.ranks import mesh_of, on_ranks
 
 
 def net():
@@ -43,7 +42,7 @@ def wrapped(kind):
     options = {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)} if kind == "columns" else {}
     if kind == "hybrid":
         shape = (2, dist.get_world_size() // 2)
-        options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
+        options = {"mesh": mesh_of(shape, "replicate", "shard")}
     fully_shard(model[0], reshard_after_forward=False, **options)
     return fully_shard(model, **options)
 
@@ -122,11 +121,11 @@ def hidden(kind):
     if kind == "fsdp1":
         return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
     if kind == "tensor parallel":
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        mesh = mesh_of((1, 2), "data", "tensor")
         model = parallelize_module(net(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         return fully_shard(model, mesh=mesh["data"])
     if kind == "experts":
-        model, mesh = net(), init_device_mesh("cpu", (2,))
+        model, mesh = net(), mesh_of((2,))
         model.experts = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
         return fully_shard(model, mesh=mesh, ignored_params={model.experts})
     if kind == "zero":
@@ -243,7 +242,7 @@ def test_planted_defect_is_named_before_the_step(kind, world, name):
     plant = PLANTS[name]
     options: dict[str, Any] = {}
     if "pipeline" in kind:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+        mesh = mesh_of((2, 2), "data", "stage")
         stage = mesh["stage"].get_local_rank()
         torch.manual_seed(stage)
         inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -258,7 +257,7 @@ def test_planted_defect_is_named_before_the_step(kind, world, name):
         trained = inner = model = wrapped(kind)
         rank, shown = dist.get_rank(), None
     if kind == "context":  # both ranks have parts of the same samples
-        options = {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))["data"]}
+        options = {"mesh": mesh_of((1, 2), "data", "context")["data"]}
         options["count"] = count_tokens(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(trained, sgd, steps=3, extensions=[Receipt(every=1)], **options)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ from distaccum.extensions import NoiseScale
 from tests.support.collectives import gathered
 from tests.support.oracle import step_off
 from tests.support.problems import IGNORED, Batch, join, make_batch
-from tests.support.ranks import on_ranks
+from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import error, gradient, refused, run_window, weights
 
 TOKENS = 6
@@ -64,11 +63,11 @@ def make_reader(attend: Any = attention) -> Reader:
 
 
 def on_a_mesh(wrap: str = "FSDP2") -> tuple[nn.Module, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "context"))
+    mesh = mesh_of((dist.get_world_size() // 2, 2), "data", "context")
     net = make_reader(attention_over(mesh["context"].get_group()))
     if wrap == "DDP":
         return DistributedDataParallel(net), mesh
-    both = init_device_mesh("cpu", (dist.get_world_size(),))  # the same ranks, flat
+    both = mesh_of((dist.get_world_size(),))  # the same ranks, flat
     fully_shard(net.qkv, mesh=both)
     fully_shard(net, mesh=both)
     return net, mesh
@@ -175,7 +174,7 @@ def test_options_that_need_whole_samples_are_refused():
     make = partial(Accumulator, net, SGD(net.parameters(), lr=0.1))
     accumulator = make(count=tokens, mesh=data, micro_batch_size=1)
     batch = cut(make_batch(2, seed=0), mesh["context"])
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    both = mesh_of((2, 2), "a", "b")
     for call, said in (
         (lambda: make(count=tokens, mesh=data, extensions=[NoiseScale()]), "have parts of the same samples; use data"),
         (lambda: make(mesh=data), "count=count_samples with a mesh"),

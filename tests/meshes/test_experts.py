@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
@@ -21,7 +20,7 @@ from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.collectives import Sum, gathered
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import IGNORED
-from tests.support.ranks import on_ranks
+from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import refused, run_window
 
 EXPERTS = 4
@@ -68,10 +67,10 @@ def make_mixture() -> Mixture:
 def on_a_mesh(how: str) -> Mixture:
     net, ranks = make_mixture(), dist.get_world_size()
     num = ranks if how in ("ignored, over all", "beside sharded layers") else 2
-    mesh = init_device_mesh("cpu", (ranks // num, num), mesh_dim_names=("copies", "experts"))
+    mesh = mesh_of((ranks // num, num), "copies", "experts")
     cut = distribute_tensor(net.experts.weight.detach(), mesh["experts"], [Shard(0)])
     net.experts.weight, net.experts.group = nn.Parameter(cut), mesh["experts"].get_group()
-    every = init_device_mesh("cpu", (ranks,))
+    every = mesh_of((ranks,))
     if how.startswith("ignored"):
         fully_shard(net, mesh=every, ignored_params={net.experts.weight})
         return net
@@ -80,12 +79,12 @@ def on_a_mesh(how: str) -> Mixture:
             fully_shard(layer, mesh=every)
         return net
     if how == "on a mesh of one shard":  # torchtitan's dp_replicate, with as many experts as shards
-        mesh = init_device_mesh("cpu", (ranks // num, 1, num), mesh_dim_names=("replicate", "copies", "experts"))
+        mesh = mesh_of((ranks // num, 1, num), "replicate", "copies", "experts")
         cut = distribute_tensor(net.experts.weight.detach().full_tensor(), mesh["experts"], [Shard(0)])
         net.experts.weight = nn.Parameter(cut)
         fully_shard(net.experts, mesh=mesh["replicate", "copies"])
         net.experts.set_gradient_divide_factor(ranks)  # by which torch divides twice here, in float64
-        every = init_device_mesh("cpu", (ranks // num, num), mesh_dim_names=("replicate", "shard"))
+        every = mesh_of((ranks // num, num), "replicate", "shard")
     else:
         along = (lambda parameter: Shard(1)) if how == "along another dimension" else None
         fully_shard(net.experts, mesh=mesh["copies"], shard_placement_fn=along)
@@ -141,7 +140,7 @@ def test_law_holds_with_experts(how, sync, router):
 @on_ranks(4)
 def test_experts_as_dtensors_are_refused_where_their_gradient_or_norm_is_unknown():
     net, ranks = make_mixture(), dist.get_world_size()
-    mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
+    mesh, experts = mesh_of((ranks // 2, 2), "copies", "experts"), net.experts
     whole, copied = experts.weight.detach(), Experts()
     experts.weight = nn.Parameter(distribute_tensor(whole, mesh["experts"], [Shard(0)]))
     copied.weight = nn.Parameter(distribute_tensor(whole, mesh["experts"], [Replicate()]))
@@ -163,7 +162,7 @@ def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
     model = make_mixture()
     experts, kept = model.experts, model.experts.weight.detach().clone()
     if wrapper == "FSDP2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params={experts.weight})
+        fully_shard(model, mesh=mesh_of((2,)), ignored_params={experts.weight})
     elif wrapper == "FSDP1":
         model = FullyShardedDataParallel(model, ignored_modules=[experts], device_id=torch.device("cpu"))
     else:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +23,7 @@ from distaccum.extensions import NoiseScale, WideSums
 from tests.support.engines import TORCH
 from tests.support.oracle import step_off
 from tests.support.problems import IGNORED, make_batch
-from tests.support.ranks import on_ranks
+from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import refused, weights
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
@@ -56,7 +55,7 @@ class Pipe:
 
     def __init__(self, kind: str, wrap: str, loss_fn: Any = criterion, **options: Any) -> None:
         ranks = dist.get_world_size()
-        self.mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "stage"))
+        self.mesh = mesh_of((ranks // 2, 2), "data", "stage")
         self.rank, self.num = self.mesh["data"].get_local_rank(), ranks // 2
         here, every = self.mesh["stage"].get_local_rank(), by_stage(kind)
         self.here = [here] if len(every) == 2 else [here, 3 - here] if kind == "ZBVZeroBubble" else [here, here + 2]

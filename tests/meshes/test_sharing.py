@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -30,7 +29,7 @@ from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.extensions import NoiseScale
 from tests.support.oracle import everything, step_off
 from tests.support.problems import make_batch, micro_batches_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import refused, run_window, weights
 
 # Sizes of micro-batches by data-parallel rank: even, uneven, a dry rank.
@@ -94,9 +93,9 @@ def parallelized(net: Text, tensor: Any, plan: str) -> Text:
 def sharded(shape: tuple[int, ...], plan: str, wrap: str = "root too") -> tuple[Text, int]:
     """The model on a mesh whose last dimension is tensor parallel, and this rank's place among the data's."""
     if len(shape) == 1:  # no data parallelism
-        return parallelized(make_text(), init_device_mesh("cpu", shape), plan), 0
+        return parallelized(make_text(), mesh_of(shape), plan), 0
     names = ("data", "tensor") if len(shape) == 2 else ("replica", "data", "tensor")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_of(shape, *names)
     net = parallelized(make_text(), mesh["tensor"], plan)
     over = mesh[names[:-1]] if len(shape) == 3 else mesh["data"]
     for block in net.blocks:
@@ -218,7 +217,7 @@ def test_partial_sums_are_settled_once_after_the_last_backward():
 
 @on_ranks(2)
 def test_loss_over_data_parallel_ranks_is_refused():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     net = fully_shard(make_text(), mesh=mesh)
     window = Accumulator(net, SGD(net.parameters(), lr=0.0)).window([make_batch(2, seed=0)])
 
@@ -232,7 +231,7 @@ def test_loss_over_data_parallel_ranks_is_refused():
 @pytest.mark.parametrize("how", ["DDP", "FSDP1"])
 @on_ranks(2)
 def test_options_that_read_the_gradient_are_refused_over_hidden_parts(how):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of((1, 2), "data", "tensor")
     net = parallelized(make_text(), mesh["tensor"], "tensor")
     model: Any
     if how == "DDP":

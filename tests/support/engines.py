@@ -21,6 +21,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, Extension
 from tests.support.oracle import Off, everything, step_off
 from tests.support.problems import CASES, Batch, Net, make_net, micro_batches_of
+from tests.support.ranks import mesh_of
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 import wrappers
@@ -65,16 +66,17 @@ def layers(net: Any) -> list[nn.Module]:
     return [net.body[0], net.body[2]]
 
 
-def fully_sharded(*, parts: bool = True, **options: Any):
+def fully_sharded(*, parts: bool = True, shape: tuple[int, ...] | None = None, **options: Any):
     def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-        return with_sgd(wrappers.fully_sharded(net, layers(net) if parts else [], **options), lr)
+        mesh = mesh_of(shape, "replicas", "shards") if shape else None
+        return with_sgd(wrappers.fully_sharded(net, layers(net) if parts else [], mesh=mesh, **options), lr)
 
     return wrapped
 
 
 def fsdp1(strategy: str, *, parts: bool = True, **options: Any):
     def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-        mesh = {"device_mesh": wrappers.mesh_of(net, (2, 2))} if strategy.startswith("HYBRID") else {}
+        mesh = {"device_mesh": mesh_of((2, 2), "replicas", "shards")} if strategy.startswith("HYBRID") else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
             found = wrappers.fsdp1(net, layers(net) if parts else [], strategy=strategy, **mesh, **options)

@@ -170,6 +170,14 @@ def in_short(error: BaseException) -> str:
     return "".join(shown.format())
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, ...], *names: str) -> Any:
+    """A mesh over this job's ranks, made once in it: each group that is made leaves a polling thread."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """The environment in which Fabric and Lightning take this process for a rank that was launched for them."""
