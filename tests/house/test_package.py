@@ -6,7 +6,6 @@ import subprocess
 import sys
 import zipfile
 from email import message_from_bytes
-from pathlib import Path
 
 import pytest
 
@@ -32,11 +31,6 @@ def built(tmp_path_factory):
     return folder / "dist"
 
 
-def wheel_of(built) -> Path:
-    (found,) = built.glob("*.whl")
-    return found
-
-
 def test_description_and_metadata_are_fit_for_a_package_index(built):
     files = [str(file) for file in built.iterdir()]
     done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
@@ -45,7 +39,7 @@ def test_description_and_metadata_are_fit_for_a_package_index(built):
 
 
 def test_wheel_has_the_typed_package_the_command_and_nothing_else(built):
-    with zipfile.ZipFile(wheel_of(built)) as wheel:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = wheel.namelist()
         command = wheel.read(f"distaccum-{distaccum.__version__}.dist-info/entry_points.txt").decode()
     assert "distaccum/py.typed" in names
@@ -56,7 +50,7 @@ def test_wheel_has_the_typed_package_the_command_and_nothing_else(built):
 
 
 def test_links_of_the_description_are_absolute_and_lead_into_the_repository(built):
-    with zipfile.ZipFile(wheel_of(built)) as wheel:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         metadata = message_from_bytes(wheel.read(f"distaccum-{distaccum.__version__}.dist-info/METADATA"))
     targets = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
     assert len(targets) > 20

@@ -22,11 +22,10 @@ from distaccum import Accumulator, Extension
 from tests.support.oracle import Off, everything, step_off
 from tests.support.problems import CASES, Batch, Net, make_net, micro_batches_of
 from tests.support.ranks import mesh_of
+from tests.support.windows import weights
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 import wrappers
-
-from tests.support.windows import weights
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import re
 
-import pytest
 import torch
 
 from distaccum.tools.doctor import examine_launcher
@@ -22,15 +21,6 @@ def started(programs: Programs, *words: str, second: dict[str, str] | None = Non
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "COLUMNS": "120"}
     own = [{"RANK": "0", "LOCAL_RANK": "0", **job}, {"RANK": "1", "LOCAL_RANK": "1", **job, **(second or {})}]
     return [programs.start("distaccum", "doctor", *words, own_stderr=True, **variables) for variables in own]
-
-
-@pytest.fixture
-def old_accelerate(tmp_path) -> dict[str, str]:
-    """An environment whose Accelerate reports an unsupported, older version."""
-    about = tmp_path / "accelerate-1.7.3.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.7.3\n")
-    return {"PYTHONPATH": str(tmp_path)}
 
 
 def test_doctor_tries_each_engine_of_one_process(programs):
@@ -55,8 +45,11 @@ def test_doctor_tries_engines_on_two_ranks_and_prints_once(programs):
     assert seen["hosts"]["seen"].startswith("ranks: 2 on ")
 
 
-def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(programs, old_accelerate):
-    one, other = ended(started(programs, second=old_accelerate), 1, 1)
+def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(programs, tmp_path):
+    about = tmp_path / "accelerate-1.7.3.dist-info"  # which rank 1 finds first
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.7.3\n")
+    one, other = ended(started(programs, second={"PYTHONPATH": str(tmp_path)}), 1, 1)
     new = importlib.metadata.version("accelerate")
     assert re.search(rf"WRONG accelerate +{re.escape(new)} on rank 0; 1\.7\.3 on rank 1; install the same", one.text)
     assert one.text.endswith("1 is WRONG, see above\n")
