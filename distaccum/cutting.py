@@ -61,7 +61,7 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
     if not ranked:
         raise TypeError(
             f"a {type(batch).__name__} without tensors or lists of samples has no batch dimension that can be seen; "
-            "pass count= to the Accumulator, and length= where a batch is cut"
+            "pass count= to the Accumulator, and length= to the call that cuts it"
         )
     first, *others = ranked
     # The likelier reading of a single list is no evidence unless another entry has that length.
@@ -109,8 +109,8 @@ def _remade_dataclass(item: Any, entries: Mapping[str, Any]) -> Any:
             unknown.append(name)
     if unknown:
         raise TypeError(
-            f"a {type(item).__name__} changes or adds {', '.join(unknown)} beside its arguments, and what they are of "
-            "a part of its samples cannot be known; give it what it needs and derive the rest in properties, or cut it "
+            f"a {type(item).__name__} changes or adds {', '.join(unknown)} beside its arguments, and the values of a "
+            "part of its samples cannot be known; pass data as arguments and derive the rest in properties, or cut it "
             "yourself: accumulator.window(micro_batches)"
         )
     return made
@@ -352,8 +352,8 @@ def _is_cut(item: Any, columns: set[int] | None, length: int) -> bool:
     if columns == {length}:
         raise ValueError(
             f"the batch of {length} samples has a {type(item).__name__} of {length} entries, each with a first "
-            f"dimension of {length}: samples may be its entries or their rows; stack it to one tensor where they are "
-            "its entries, and give a dict where they are rows"
+            f"dimension of {length}: samples may be its entries or their rows; stack it into one tensor if they are "
+            "its entries, or give a dict if they are rows"
         )
     return True
 
@@ -368,7 +368,7 @@ def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> No
     elif is_cut and isinstance(item, Tensor) and item.layout is not torch.strided:
         kind = f"a sparse tensor ({item.layout})"
     elif name.startswith("cu_seq") or (name == "position_ids" and is_array(item) and item.shape == (length,)):
-        kind = f"packed sequences, one after the other in a row, of which {name!r} says where each begins"
+        kind = f"packed sequences, joined in one row, of which {name!r} gives the positions"
     if kind:
         raise TypeError(
             f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, or "

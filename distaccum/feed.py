@@ -71,8 +71,8 @@ def _warn_of_changes(job: Job, entries: Seen, total: int) -> None:
             name = f"whole=({path[-1]!r},)" if can_be_named else "whole= (in a dict, under a name of its own)"
             job.once(
                 f"cut {here}",
-                f"{here!r} {now} in a batch of {total} samples, and {before} in an earlier one: its length is that of "
-                f"the batch by chance, now or then. Where its rows are no samples say {name}, in split(), update(), "
+                f"{here!r} {now} in a batch of {total} samples, and {before} in an earlier one: its length equals "
+                f"the batch's by chance in one of them. If its rows are not samples, say {name} in split(), update(), "
                 "contrast() and check()",
                 on_each_rank=True,
             )
@@ -258,7 +258,7 @@ class Reader:
         if len(now) != len(before) or not all(a[0] is b[0] and a[1:] == b[1:] for a, b in pairs):
             raise DistaccumError(
                 "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
-                "and a window draws its micro-batches before it runs; expected memory of its own for each: yield "
+                "but a window draws all its micro-batches before it runs; expected separate memory for each: yield "
                 "copies, by tensor.clone(), array.copy() or dict(batch)"
             )
 

@@ -145,7 +145,7 @@ class Job(Prepared):
             raise ValueError(
                 "the model keeps the gradient of each sample (grad_sample on its parameters, as for differential "
                 "privacy), which the window's shares would scale before anything clips it; expected a model that keeps "
-                "whole gradients alone: accumulate with the library that put grad_sample there"
+                "only whole gradients; accumulate with the library that put grad_sample there"
             )
         for one in self.optimizers:
             if isinstance(one, LBFGS):
@@ -155,7 +155,7 @@ class Job(Prepared):
             if not has_step_hooks(one):
                 raise TypeError(
                     f"optimizer is a {type(one).__name__}, a torch optimizer without step hooks, expected one whose "
-                    "__init__ calls Optimizer.__init__, as a wrapper's may not; give the optimizer inside of it, or "
+                    "__init__ calls Optimizer.__init__; if it wraps another optimizer, give that one, or "
                     "optimizer=None and step it yourself after the loop"
                 )
 

@@ -55,8 +55,8 @@ class Config:
             )
         if self.batch_size is not None and self.by_cost is not None:
             raise ValueError(
-                f"batch_size={self.batch_size!r} with micro_batch_size=ByCost(...), which cuts whole batches by what "
-                "rows cost; leave batch_size out, or give micro_batch_size in samples"
+                f"batch_size={self.batch_size!r} with micro_batch_size=ByCost(...), which cuts whole batches by the "
+                "cost of their rows; leave batch_size out, or give micro_batch_size in samples"
             )
         of_rows = None if self.micro_batch_size == "auto" or self.by_cost is not None else self.micro_batch_size
         for name, value, cure in (

@@ -77,7 +77,7 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
         if ranks > 1 and made.peers.group is None:
             raise ValueError(
                 f"{type(made).__name__} has no group in a job of {ranks} ranks, which would train apart; give "
-                "Engine.__init__ the group of its data-parallel ranks, from an __init__(models, sync) of its own"
+                "it an __init__(models, sync) that passes the group of the data-parallel ranks to Engine.__init__"
             )
         return made
     if ranks == 1:

@@ -84,8 +84,8 @@ class DDPEngine(Engine):
                 where = "inside" if is_inside else "over data-parallel ranks, outside"
                 raise ValueError(
                     f"{names_of(self.models)[id(parameter)]} is a DTensor {where} of DDP, whose buckets hold plain "
-                    "tensors and whose forwards do not wait for each other; use fully_shard, for experts on a mesh of "
-                    "their own or with ignored_params"
+                    "tensors and whose forwards do not wait for each other; use fully_shard (for experts, on a mesh "
+                    "of their own or with ignored_params)"
                 )
 
     def check(self, plan: Plan) -> None:

@@ -45,9 +45,9 @@ class WideSums(Extension):
         if engine.pipeline is not None or "sums" in engine.owns:
             what = "a pipeline's schedule" if engine.pipeline is not None else engine.name
             raise ValueError(
-                f"WideSums with {what}, which adds gradients up by itself; leave it out, and say the dtype there: "
+                f"WideSums with {what}, which adds gradients up by itself; leave it out, and set the dtype there: "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32) of fully_shard, sync='every' with float32 parameters "
-                'under FSDP1, "data_types": {"grad_accum_dtype": "fp32"} in the config of DeepSpeed'
+                'under FSDP1, or "data_types": {"grad_accum_dtype": "fp32"} in the config of DeepSpeed'
             )
         engine.standing = self._standing
 

@@ -198,7 +198,7 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
     lengths, given = [length for _, length, _ in everyone], [kinds for kinds, length, _ in everyone if length]
     if any(kinds != given[0] for kinds in given):
         raise DistaccumError(
-            f"encode() gave the ranks {given} representations, expected as many, with rows of one kind"
+            f"encode() gave the ranks {given} representations, expected as many, with rows of one dtype and shape"
         )
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in given[0]]
     rows = torch.zeros(max(lengths), sum(sizes), dtype=torch.uint8, device=device)  # bytes, for one collective

@@ -181,7 +181,7 @@ examples:
 
 A result whose arguments are missing is left out, and the text names them. --measure takes the function that check takes
 (see distaccum check --help), counts its parameters and activations, and tries what fits on this machine; with --meta
-the function makes the model and the batch on the meta device, which holds nothing.
+the function makes the model and the batch on the meta device, which needs no memory.
 
 exit status: 0 planned, 2 the plan failed
 """
@@ -197,15 +197,13 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--nodes", type=int, default=1, **count, help="nodes, with equal numbers of ranks (1)")
     parser.add_argument("--parameters", **count, help=f"such as 7b, 350M or 11.7M, or one of {', '.join(MODELS)}")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients (float32)")
-    parser.add_argument("--layers", **count, help="of the model, gathered one by one (the named model's, or 32)")
-    parser.add_argument("--memory", metavar="BYTES", help="of a device, such as 80GB: says what fits")
-    parser.add_argument(
-        "--measure", metavar="MODULE:FACTORY", help="count a model, not --parameters, and try what fits here"
-    )
+    parser.add_argument("--layers", **count, help="number of layers, gathered one by one (the named model's, or 32)")
+    parser.add_argument("--memory", metavar="BYTES", help="memory of a device, such as 80GB: says what fits")
+    parser.add_argument("--measure", metavar="MODULE:FACTORY", help="count this model instead, and try what fits here")
     parser.add_argument("--meta", action="store_true", help="measure on the meta device")
     parser.add_argument("--base-batch-size", **count, help="the batch size that --lr suits")
     parser.add_argument("--lr", type=float, help="the learning rate for --base-batch-size")
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="(adam, and advice on both)")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="optimizer (adam, with advice on both)")
     parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (mean)")
 
 
@@ -213,7 +211,7 @@ def _plan(given: argparse.Namespace) -> int:
     unknown = ("command", "launcher", "run", "json", "traceback", "measure", "meta")
     options = {name: value for name, value in vars(given).items() if name not in unknown}
     if given.meta and given.measure is None:
-        raise ValueError("--meta without --measure, expected what to make on the meta device; give --measure too")
+        raise ValueError("--meta without --measure, expected a model to make on the meta device; give --measure too")
     if given.measure is not None:
         *made, others = _made_by(given.measure, on_meta=given.meta)
         options["model"] = tuple(made)
@@ -239,11 +237,11 @@ not 0
 
 def _add_audit(commands: Any) -> None:
     about = "run a training script unchanged, and say what its gradient accumulation does"
-    to_file = {"metavar": "FILE", "help": "write the whole result there, as JSON"}
+    to_file = {"metavar": "FILE", "help": "write the whole result to it, as JSON"}
     parser = _command(commands, "audit", _audit, about, AUDIT, **to_file)
     parser.add_argument("--updates", type=int, metavar="N", help="end the script after N updates of each optimizer")
     parser.add_argument("--plot", metavar="FILE", help="draw the weights of updates (needs matplotlib)")
-    parser.add_argument("--folder", metavar="DIR", help="one that all nodes share, for jobs of several nodes")
+    parser.add_argument("--folder", metavar="DIR", help="folder that all nodes share, if there are several")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a script, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")

@@ -80,7 +80,7 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = "none" if accelerator is None else f"{torch.accelerator.device_count()} of {accelerator.type}"
     if accelerator is None and Path("/dev/nvidia0").exists():
-        seen = "a GPU is here, and torch does not see it; install one that is built for its driver"
+        seen = "a GPU is here, and torch does not see it; install a torch that is built for its driver"
     findings.append(Finding("devices", "accelerators", seen, "absent" if accelerator is None else "ok"))
     findings.append(examine_launcher(os.environ))
     job = Launched(timeout, "cpu" if accelerator is None else accelerator.type)
@@ -130,8 +130,8 @@ class Launched:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise DistaccumError(
                 f"the ranks did not all meet at {where} within {timeout:g} seconds ({in_short(error)}); this is "
-                f"rank {self.rank} of {self.world} on {socket.gethostname()}: check that all were started and reach "
-                "that address, or wait longer with --timeout"
+                f"rank {self.rank} of {self.world} on {socket.gethostname()}: check that all were started and "
+                "can reach that address, or wait longer with --timeout"
             ) from None
         self.ranks: list[dict[str, str]] = self.gather({"host": socket.gethostname(), "kind": kind, **_versions()})
         self.kind = kind if all(one["kind"] == kind for one in self.ranks) else "cpu"

@@ -97,12 +97,12 @@ class Questions:
             self.is_open = False
             if self.count is None:
                 self._warn(
-                    f"the loss of {self.name} is weighed by samples, and without labels that the Trainer counts it "
-                    "cannot be asked whether it is a mean over them: terms with other denominators (as of DPO with "
-                    "several loss types) are not exact; count=count_samples says that it is such a mean"
+                    f"the loss of {self.name} is weighed by samples; without labels that the Trainer counts, nothing "
+                    "shows whether it is a mean over samples: terms with other denominators (as in DPO with several "
+                    "loss types) are then not exact; count=count_samples confirms that it is such a mean"
                 )
         elif "mixed" in uses and self.count is None:
-            self._object(self._wrong("divided by the number of items in one term, and in another not"))
+            self._object(self._wrong("divided by the number of items in one term but not in another"))
         elif found := self._compared(micro_batches):
             self.is_open = not any(found)
             wrong = next((one for one in found if isinstance(one, tuple)), None)
@@ -179,7 +179,7 @@ class Questions:
         has_labels = isinstance(whole.get("labels"), Tensor)
         known = (name for name, how in KNOWN.items() if (has_labels or how[1] is count_samples) and error(*how) <= 1)
         first, second = losses
-        seen = f"{wanted:.8g} of a micro-batch, {first:.8g} and {second:.8g} of its parts with counts {weights}"
+        seen = f"{wanted:.8g} for a micro-batch, {first:.8g} and {second:.8g} for its parts, with counts {weights}"
         return seen, next(known, "")
 
     def _loss(self, micro_batch: Any, number: Any) -> float:
@@ -217,24 +217,24 @@ class Questions:
         cure = f"{fitting} fits here"
         if not fitting:
             cure = (
-                "no count of samples or labels fits here, nor does a sum; where it divides by something else, as a sum "
-                "of weights, count= must count that; a loss over pairs, or terms with several denominators, is exact "
-                "with no count, but one that you give is believed"
+                "no count of samples or labels fits here, nor does a sum; if it divides by something else, such as a "
+                "sum of weights, count= must count that; no count makes a loss over pairs, or terms with several "
+                "denominators, exact, but one that you give is trusted"
             )
         elif fitting.startswith("reduction="):
             cure += f", and makes it a mean over {weight.rstrip(',')}"
         elif self.reduction != "mean":
             cure = f"reduction='mean', {cure}"
         return (
-            f"the loss of {self.name} is not {what} as AccumulatingTrainer takes it: it is {seen}; give count= what it "
-            f"is a mean over, and reduction='sum_to_mean' where it is a sum: {cure}"
+            f"the loss of {self.name} is not {what} as AccumulatingTrainer assumes: it is {seen}; let count= count "
+            f"what it is a mean over, and say reduction='sum_to_mean' if it is a sum: {cure}"
         )
 
     def _unseen(self, reason: str) -> str:
         return (
-            f"what the loss of {self.name} is a mean over cannot be seen: {reason}; give count=count_samples, "
+            f"nothing shows what the loss of {self.name} is a mean over: {reason}; give count=count_samples, "
             "count=count_tokens('labels'), count=len for a list of samples or one of your own, and "
-            "reduction='sum_to_mean' where it is a sum"
+            "reduction='sum_to_mean' if it is a sum"
         )
 
 

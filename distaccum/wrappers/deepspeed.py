@@ -62,8 +62,8 @@ class DeepSpeedEngine(Engine):
         finalizes = hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
         if self._form == "each" and self._offloads and not finalizes:
             raise ValueError(
-                f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, in which DeepSpeed "
-                "before 0.19.4 forgets gradients; use sync='last', or leave offload_optimizer out"
+                f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, where DeepSpeed "
+                "before 0.19.4 loses gradients; use sync='last', or leave offload_optimizer out"
             )
         if self._stage < 2:
             self.policies = ("last",)
@@ -163,7 +163,7 @@ class DeepSpeedEngine(Engine):
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         shows = "scale" not in self.owns and self.holders(parameters)
-        return None if shows else "which reduces in each micro-step here, trains in fp16, or with a BF16_Optimizer"
+        return None if shows else "which reduces in each micro-step here, trains in fp16 or has BF16_Optimizer; use DDP"
 
     def _refuse_another_use(self, _: Tensor) -> None:
         """Raises if ranks use different parameters: each buckets its own backward's, and assumes the others' alike."""

@@ -165,7 +165,7 @@ def test_correct_setup_is_equivalent(model, loss, options):
             token_net(),
             lambda m, b: (of_tokens(m, b, "none") * (w := 1.0 + b["y"].repeat_interleave(5))).sum() / w.sum(),
             {},
-            ["loss: .* or it is a mean by weights of its own, whose sum count has to give"],
+            ["loss: .* or it is a mean by weights of its own, and count must return their sum"],
         ),
     ],
 )

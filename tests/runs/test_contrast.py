@@ -273,7 +273,7 @@ FAULTS = {
     "differs": "different losses",
     "rows": "encode() gave 1 rows for a micro-batch of 2",
     "number": "gave [2, 1] representations",
-    "kind": "representations, expected as many, with rows of one kind",
+    "kind": "representations, expected as many, with rows of one dtype and shape",
     "changes": "the second time on rank 0, 1",
     "raises": "a bug",
 }

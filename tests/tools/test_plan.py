@@ -118,7 +118,7 @@ def test_first_line_says_what_fits(capsys):
     assert main(["plan", "--parameters", "7b", "--ranks", "8", "--memory", "80GB"]) == 0
     text = " ".join(capsys.readouterr().out.split()).partition(" plan for")[0]
     assert text.startswith("plain DDP (168 GB and activations) does not fit in 80 GB; FSDP2, gathered (67.38 GB and")
-    assert text.endswith("does and sends least, FSDP2, every (17.5 GB and activations) holds least")
+    assert text.endswith("does and sends the least, FSDP2, every (17.5 GB and activations) holds the least")
     assert plan(parameters="gpt2", memory="24GB").answer == "plain (2.489 GB and activations) fits in 24 GB"
     assert plan(parameters="llama-70b", ranks=2, memory="24GB").answer.startswith("nothing fits in 24 GB: ")
     halves = plan(parameters="7b", dtype="bfloat16", ranks=8)
@@ -238,4 +238,4 @@ def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
             assert part in text
     for option, value in (("--parameters", "7b"), ("--dtype", "bfloat16")):  # none is ignored in silence
         assert main(["plan", "--measure", "planned:setup", option, value]) == 2
-        assert f"{value!r}" in (said := capsys.readouterr().err) and "beside a model, which is counted itself" in said
+        assert f"{value!r}" in (said := capsys.readouterr().err) and "beside a model, which has its own" in said

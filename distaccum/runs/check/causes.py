@@ -31,8 +31,8 @@ def causes_of(comparison: Comparison) -> list[str]:
             where = ", outside of dropout layers" if dropping else ""
             found.append(
                 "random: the model or the loss gives the same batch another gradient the second time: random numbers "
-                f"are drawn{where}, or something is kept between calls (a buffer, an attribute); nothing "
-                "to do about random numbers, where this is the only cause; draw none to see the other causes"
+                f"are drawn{where}, or something is kept between calls (a buffer, an attribute); random numbers "
+                "need no cure if they are the only cause; draw none to see the other causes"
             )
             _into_eval(training)
     if normalising := [(name, module) for name, module in training if isinstance(module, KINDS)]:
@@ -105,7 +105,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
     return (
         f"loss: the loss{of_name} is no sum or mean over samples, labels or what count gave ({gave}): samples depend "
         "on each other in it or in the model (a loss over pairs: accumulator.contrast), or it is a mean by weights of "
-        "its own, whose sum count has to give"
+        "its own, and count must return their sum"
     )
 
 

@@ -71,7 +71,7 @@ def plan(
     sizes, given["measured"] = None, ""
     if model is not None:
         if parameters is not None or dtype != "float32":
-            raise ValueError(f"{parameters=}, {dtype=} beside a model, which is counted itself; give one or the other")
+            raise ValueError(f"{parameters=}, {dtype=} beside a model, which has its own; give one or the other")
         from .fitting import fit  # imports torch, which takes seconds
 
         asked = given["micro_batch_size"]

@@ -78,7 +78,7 @@ class Forecast:
             return f"nothing fits in {memory}: {smallest} is the least; take more ranks, a smaller dtype or offloading"
         if plain["fits"]:
             return f"{plainly} fits in {memory}"
-        return f"{plainly} does not fit in {memory}; {best} does and sends least, {smallest} holds least"
+        return f"{plainly} does not fit in {memory}; {best} does and sends the least, {smallest} holds the least"
 
     def __str__(self) -> str:
         given = self.given
