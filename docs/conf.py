@@ -1,4 +1,4 @@
-"""How Sphinx builds the guide: Markdown by MyST, the reference from docstrings, links that leave docs/ by address."""
+"""Sphinx configuration: Markdown by MyST, the reference from docstrings, links out of docs/ by address."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ release = metadata["Version"]
 REPOSITORY = dict(url.split(", ", 1) for url in metadata.get_all("Project-URL"))["Repository"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_heading_anchors = 4  # of the form that hosting sites give them
+myst_heading_anchors = 4  # in the form that hosting sites use
 exclude_patterns = ["_*"]
-highlight_language = "text"  # a fence without a language is output
-default_role = "code"  # a single backtick in a docstring
+highlight_language = "text"  # a fence without a language shows output
+default_role = "code"  # the role of single backticks in docstrings
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
@@ -43,7 +43,7 @@ html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", 
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "launch" / "results"
-MEASURED = "measured"  # which leads to them, so that they are pages
+MEASURED = "measured"  # a link to launch/results, which makes its files pages
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]*)(#[^)\s]*)?\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(\.\./launch/results/")
 MOVED = {
@@ -65,7 +65,7 @@ MOVED = {
 
 
 def lead_on(app: Sphinx, page: str, source: list[str]) -> None:
-    """Links to results lead to their pages, and others that leave docs/ to the repository, where they must be found."""
+    """Points links to results at their pages, and others out of docs/ at the repository, where targets must exist."""
     is_result = page.startswith(f"{MEASURED}/")
     folder = (RESULTS.parent / "results" / page.removeprefix(f"{MEASURED}/") if is_result else DOCS / page).parent
     up = "../" * page.count("/")
@@ -76,7 +76,7 @@ def lead_on(app: Sphinx, page: str, source: list[str]) -> None:
         if target.is_relative_to(RESULTS) and target.suffix == ".md":
             name = target.relative_to(RESULTS).with_suffix("").as_posix()
             words = words.replace("`", "")
-            return f"{{doc}}`{words} </{MEASURED}/{name}>`"  # a link would follow the symbolic one out of docs/
+            return f"{{doc}}`{words} </{MEASURED}/{name}>`"  # a plain link would follow the symbolic link out of docs/
         if target.is_relative_to(DOCS):
             return f"[{words}]({up}{target.relative_to(DOCS).as_posix()}{anchor})" if is_result else match[0]
         if not target.exists():
@@ -93,7 +93,7 @@ def lead_on(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def keep_numbers(app: Sphinx, doctree: nodes.document) -> None:
-    """No line of a table ends within 1e-16."""
+    """Keeps tables from breaking a line within 1e-16."""
     for cell in doctree.findall(nodes.entry):
         for text in [*cell.findall(nodes.Text)]:
             if text.parent is not None and not isinstance(text.parent, nodes.literal):
@@ -101,14 +101,14 @@ def keep_numbers(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def leave_notes(app: Sphinx, exception: Exception | None) -> None:
-    """A page that was merged into another leads there."""
+    """Makes the address of a page that was merged into another lead there."""
     for name, target in MOVED.items():
         note = f'<!doctype html><meta http-equiv="refresh" content="0; url={target}"><a href="{target}">moved</a>\n'
         (Path(app.outdir) / f"{name}.html").write_text(note, encoding="utf-8")
 
 
 def contents(index: str) -> str:
-    """The side bar: what an index lists under each of its headings, so that no page is listed twice."""
+    """The side bar: the pages that an index lists under each of its headings, so that no page is listed twice."""
     found = ""
     for section in re.split(r"^## ", index, flags=re.MULTILINE):
         pages = dict.fromkeys(re.findall(r"\]\((?!\.\./)([\w/]+)\.md\)", section))

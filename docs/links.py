@@ -25,7 +25,7 @@ def pages() -> list[Path]:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """The anchors of a page's headings, as hosting sites make them."""
+    """The anchors that hosting sites make of a page's headings."""
     found: Counter[str] = Counter()
     names = set()
     for heading in re.findall(r"^#{1,6} +(.*?)[ #]*$", FENCE.sub("", page.read_text()), re.MULTILINE):

@@ -4,11 +4,11 @@
     python docs/examples/get.py nanogpt                              # into examples/nanogpt, over https
     python docs/examples/get.py nanogpt --into /tmp/nanogpt --from CHECKOUT   # from a local clone
 
-Two folders are written: `original` as published, and `moved` with NAME.diff applied. Needs Python alone.
+It writes two folders: `original` as published, and `moved` with NAME.diff applied. It needs only Python.
 
-`originals.json` has one entry per example: repository, commit, licence, `folder` (where the files lie in the
-repository), `files` (path below the folder -> SHA-256) and `run` (the command for `moved`). The program that measures
-an example is measure_NAME.py: a file named accelerate.py in this folder would hide the library of that name.
+`originals.json` has one entry per example: repository, commit, licence, `folder` (the files' place in the
+repository), `files` (path below the folder -> SHA-256) and `run` (the command for `moved`). measure_NAME.py measures
+an example; a file named accelerate.py in this folder would hide the library of that name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ HEADER = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class ExampleError(Exception):
-    """What went wrong, in one line for the user."""
+    """An error to show to the user in one line."""
 
 
 class Hunk(NamedTuple):
-    """A hunk of a unified diff: where it begins in both files (from 1), and its lines with their signs."""
+    """A hunk of a unified diff: its first line in both files (from 1), and its lines with their signs."""
 
     old_start: int
     old_length: int
@@ -56,7 +56,7 @@ def originals(folder: Path = HERE) -> dict[str, dict[str, Any]]:
 
 
 def parse(diff: str) -> dict[str, list[Hunk]]:
-    """The hunks of a unified diff by the file that they change."""
+    """Parses a unified diff; returns the hunks of each file."""
     files: dict[str, list[Hunk]] = {}
     lines = diff.split("\n")
     at, hunks = 0, None
@@ -75,7 +75,7 @@ def parse(diff: str) -> dict[str, list[Hunk]]:
                 if at == len(lines) or lines[at][:1] not in ("", " ", "+", "-", "\\"):
                     raise ExampleError(f"the hunk {match.group()!r} of the diff is shorter than it says")
                 if not lines[at].startswith("\\"):  # "\ No newline at end of file"
-                    body.append(lines[at] or " ")  # editors strip the blank of an empty line
+                    body.append(lines[at] or " ")  # editors strip the space of an empty line
                     num_old += body[-1][0] in " -"
                     num_new += body[-1][0] in " +"
                 at += 1
@@ -88,7 +88,7 @@ def parse(diff: str) -> dict[str, list[Hunk]]:
 
 
 def apply(text: str, hunks: list[Hunk]) -> str:
-    """The text after the hunks. They must fit exactly: nothing is searched for."""
+    """Applies the hunks to the text. They must fit exactly, at their lines."""
     lines = text.split("\n")
     result: list[str] = []
     done = 0
@@ -102,20 +102,20 @@ def apply(text: str, hunks: list[Hunk]) -> str:
 
 
 def count(diff: str) -> tuple[int, int]:
-    """How many lines the diff removes and adds."""
+    """Counts the lines that the diff removes and adds."""
     lines = [line for hunks in parse(diff).values() for hunk in hunks for line in hunk.lines]
     return sum(line[0] == "-" for line in lines), sum(line[0] == "+" for line in lines)
 
 
 def fetch(repository: str, commit: str, path: str, checkout: Path | None) -> bytes:
-    """The bytes of a file at a commit, from a local clone or over https."""
+    """Returns the bytes of a file at a commit, from a local clone or over https."""
     if checkout is not None:
         try:
             shown = subprocess.run(["git", "-C", str(checkout), "show", f"{commit}:{path}"], capture_output=True)
             if shown.returncode == 0:
                 return shown.stdout
         except OSError:
-            pass  # no git: the file as it lies there, if its checksum is right
+            pass  # no git repository: use the file there, if its checksum is right
         try:
             return (checkout / path).read_bytes()
         except OSError as error:
@@ -132,7 +132,7 @@ def fetch(repository: str, commit: str, path: str, checkout: Path | None) -> byt
 
 
 def get(name: str, into: Path | None = None, checkout: Path | None = None, folder: Path = HERE) -> Path:
-    """Write `original` and `moved` of an example below `into`, and return that folder."""
+    """Writes `original` and `moved` of an example below `into`, and returns that folder."""
     table = originals(folder)
     if name not in table:
         raise ExampleError(f"unknown example {name!r}; known are {', '.join(table)}")

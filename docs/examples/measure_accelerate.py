@@ -2,9 +2,9 @@
 
     python docs/examples/measure_accelerate.py --from CHECKOUT
 
-The gradient just before `optimizer.step()` is compared with that of one big batch of the same sentences, in float64. In
-the place of the data set and the checkpoint, which must be downloaded: as many random sentences as MRPC has (3,668),
-and a BERT of two layers without dropout. The metric is left out. Nothing else of the scripts changes.
+The gradient just before `optimizer.step()` is compared with that of one big batch of the same sentences, in float64.
+As many random sentences as MRPC has (3,668), and a BERT of two layers without dropout, replace the data set and the
+checkpoint, which must be downloaded. The metric is left out. Nothing else changes in the scripts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVEN = (EVEN, f"{EVEN}, DataLoaderConfiguration\nEVEN = DataLoaderConfiguration(
 
 
 class Sentences:
-    """Random sentences of 6 to 20 words, with the methods of a data set that the script calls."""
+    """Random sentences of 6 to 20 words, with the methods that the script calls on a data set."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ class Sentences:
 
 
 class Tokenizer:
-    """Pads as a tokenizer does."""
+    """Pads like a tokenizer."""
 
     def pad(self, rows: list[Any], **_: Any) -> Any:
         from transformers import BatchEncoding
@@ -77,7 +77,7 @@ class Metric:
 
 
 def child(spec: dict[str, Any]) -> None:
-    import accelerate  # noqa: F401  # before the stand-ins
+    import accelerate  # noqa: F401  # must come before the stand-ins
     import torch.distributed as dist
     import transformers
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

@@ -3,8 +3,8 @@
     python docs/examples/measure_deepspeed.py --from CHECKOUT
 
 The gradient of an update is the change of the weights by plain SGD, divided by the learning rate. It is compared with
-that of one batch of all different images of the update, in float64; DeepSpeed computes in float32. In the copies that
-run, the data are 42 random images, the optimizer is SGD without clipping, and the test at the end is left out.
+that of one batch of all distinct images of the update, in float64; DeepSpeed computes in float32. In the copies that
+run, the data are 42 random images, the optimizer is SGD without clipping, and the final test is left out.
 """
 
 from __future__ import annotations

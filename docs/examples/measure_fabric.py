@@ -3,7 +3,7 @@
     python docs/examples/measure_fabric.py --from CHECKOUT
 
 The gradient just before `optimizer.step()` is compared with that of one big batch of the samples of both ranks, in
-float64. transformer_of_lightning.py says what is replaced in the copies that run. Needs lightning-fabric and
+float64. transformer_of_lightning.py lists the replacements in the copies that run. Needs lightning-fabric and
 pytorch-lightning.
 """
 

@@ -3,8 +3,8 @@
     python docs/examples/measure_fsdp2.py --from CHECKOUT
 
 The gradient just before `optimizer.step()` is compared with that of one big batch of all samples of all ranks, in
-float64. In the copies that run: the check for two GPUs is gone, the process group is gloo, clipping is off (it would
-hide a wrong scale), the layers are initialised too, and float32 is float64.
+float64. In the copies that run, the check for two GPUs is gone, the process group is gloo, clipping is off (it would
+hide a wrong scale), the layers are also initialised, and float64 replaces float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HERE = {
     ],
 }
 FREE = ("max_norm=1.0", "max_norm=float('inf')")
-# Each rank draws its own samples, once the model is initialised.
+# Each rank draws its own samples after the model is initialised.
 OWN = ("    for _ in range(10):\n", "    torch.manual_seed(1 + rank)\n    for _ in range(10):\n")
 # The usual lines of accumulation by hand: 32 samples in micro-batches of 8, one reduction.
 BY_HAND = (
@@ -61,7 +61,7 @@ def child(spec: dict[str, Any]) -> None:
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(hasattr(kind, "from_local") for kind in kinds):
-                return NotImplemented  # a DTensor's collectives show when it has taken the call apart
+                return NotImplemented  # a DTensor's collectives show once it has decomposed the call
             if func.namespace == "c10d" and "reduce_scatter" in str(func):
                 seen["reductions"] += 1
             return func(*args, **(kwargs or {}))

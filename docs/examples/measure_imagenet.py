@@ -3,8 +3,8 @@
     python docs/examples/measure_imagenet.py --from CHECKOUT
 
 The gradient just before `optimizer.step()` is compared with that of one big batch of the same images, in float64. In
-the copies that run, --dummy gives few random images of 32 x 32 in 10 classes, a ResNet-18 has 10 outputs, and on two
-ranks DDP wraps the model on the CPU too. The weights are the same in all runs.
+the copies that run, --dummy gives a few random images of 32 x 32 in 10 classes, ResNet-18 has 10 outputs, and on two
+ranks DDP also wraps the model on the CPU. All runs start from the same weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALL = [
     ("        model = models.__dict__[args.arch]()\n", "        model = MODEL()\n"),
 ]
 WRAPPED = [("print('using CPU, this will be slow')", "model = torch.nn.parallel.DistributedDataParallel(model)")]
-# What people add to this loop: mini-batches of 4, a step after each fourth.
+# The usual addition to this loop: mini-batches of 4, a step after every fourth.
 STEP = "        optimizer.zero_grad()\n        loss.backward()\n        optimizer.step()\n"
 BY_HAND = [
     (

@@ -3,10 +3,10 @@
     python docs/examples/measure_lora.py --from CHECKOUT
 
 The gradient of the adapters just before `optimizer.step()` is compared with that of one batch of all rows of the
-update, in float64. Needs peft and transformers. What train_utils.py imports from the rest of llama-cookbook, and does
-not use here, is replaced by empty modules. The rows are random: a prompt, whose labels are -100, and a summary, of
-lengths drawn from log-normal distributions (medians 40 and 12). Four of five next tokens follow from the token before,
-by a rule that is another one in the rows on which the model was trained before it got its adapters.
+update, in float64. Needs peft and transformers. Imports of train_utils.py from the rest of llama-cookbook that are not
+used here are replaced by empty modules. The rows are random: a prompt, whose labels are -100, and a summary, of
+lengths drawn from log-normal distributions (medians 40 and 12). Four of five tokens follow from the token before, by a
+rule that differs from the one in the rows on which the model was trained before it got its adapters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pad(batch: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
 
 
 def micro_batches(strategy: str, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """As --batching_strategy makes them: rows of like length, padded, in random order; or packed rows of one length."""
+    """The micro-batches of --batching_strategy: padded rows of similar length in random order, or packed equal rows."""
     if strategy == "padding":
         ordered = sorted(rows(seed), key=len)
         batches = [pad(ordered[i : i + BATCH]) for i in range(0, ROWS, BATCH)]
@@ -83,7 +83,7 @@ def child(spec: dict[str, Any]) -> None:
     }.items():
         module = sys.modules[name] = ModuleType(name)
         vars(module).update(dict.fromkeys(contents, trace))
-    if not hasattr(accelerate.utils, "is_ccl_available"):  # gone from newer versions of Accelerate
+    if not hasattr(accelerate.utils, "is_ccl_available"):  # newer versions of Accelerate lack it
         accelerate.utils.is_ccl_available = lambda: False
     sys.path[0] = spec["folder"]
     import train_utils
@@ -94,7 +94,7 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def measure(train: Any, looks: list[Any], strategy: str, steps: int) -> dict[str, Any]:
-    """One epoch of the script's loop."""
+    """Runs one epoch of the script's loop."""
     import peft
     import transformers
 

@@ -3,7 +3,7 @@
     python docs/examples/measure_nanogpt.py --from CHECKOUT
 
 The gradient just before `optimizer.step()` is compared with that of one big batch of the same samples (all
-micro-batches of all ranks), in float64. In the copies that run, the three lines that name a GPU name the CPU.
+micro-batches of all ranks), in float64. In the copies that run, three lines name the CPU instead of a GPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     PYTHONPATH=CHECKOUT/src python docs/examples/measure_open_clip.py --from CHECKOUT
 
 The gradient just before `optimizer.step()` is compared with that of the loss on all pairs of the update at once (all
-micro-batches of all ranks), in float64. Needs the checkout's `open_clip` on the path, and what it imports.
+micro-batches of all ranks), in float64. Needs the checkout's `open_clip` on the path, and its dependencies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH = 8  # pairs in a micro-batch
 
 
 class Pairs(list[Any]):
-    """A loader that knows its length as open_clip's does."""
+    """A loader that knows its length, like open_clip's."""
 
     num_batches = property(len)
     num_samples = property(lambda self: BATCH * len(self))

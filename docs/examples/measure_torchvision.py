@@ -24,7 +24,7 @@ from torch import nn
 from distaccum import Accumulator
 
 IMAGES, STEPS = 44, 4
-# What people add, with a loader of batches of 4 in the place of 16.
+# The usual addition, with a loader of batches of 4 instead of 16.
 PLAIN = "            loss.backward()\n"
 CLIP = """            if args.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad_norm)
@@ -45,7 +45,7 @@ SMALL = [("micro_batch_size=32", "micro_batch_size=4")]
 
 
 class Meters:
-    """In the place of MetricLogger."""
+    """Stand-in for MetricLogger."""
 
     def __init__(self, **_: Any) -> None:
         self.meters = defaultdict(lambda: SimpleNamespace(update=lambda *args, **kwargs: None))
@@ -61,7 +61,7 @@ class Meters:
 
 
 def train_one_epoch(source: str, pairs: list[tuple[str, str]]) -> Any:
-    """That function of a file, with replacements."""
+    """Returns that function of a file, after replacements."""
     found = [
         one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name == "train_one_epoch"
     ]
@@ -85,7 +85,7 @@ def measure(function: Any, size: int, clip: float | None) -> dict[str, Any]:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5)
     )
-    images, labels = torch.randn(IMAGES, 3, 8, 8), torch.randn(IMAGES, 5).mul(2).softmax(1)  # as mixup gives them
+    images, labels = torch.randn(IMAGES, 3, 8, 8), torch.randn(IMAGES, 5).mul(2).softmax(1)  # like labels from mixup
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     ema = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, _: 0.5 * old + 0.5 * new)
@@ -120,7 +120,7 @@ def main(folder: Path) -> None:
     source, moved = ((folder / kind / "train.py").read_text() for kind in ("original", "moved"))
     on_cpu = [("torch.cuda.amp.autocast(enabled=", "torch.autocast('cpu', enabled=")]
     rows = []
-    # Clipping acts in each update: the norms are above it.
+    # Clipping acts in each update, since the norms exceed it.
     for clip in (None, 0.1):
         exact = measure(train_one_epoch(source, on_cpu), 16, clip)
         for case, text, pairs, size in (

@@ -1,9 +1,9 @@
-"""How far transformers' Trainer and AccumulatingTrainer are from one big batch, by how the loss is written.
+"""Measures how far transformers' Trainer and AccumulatingTrainer are from one big batch, by the form of the loss.
 
     python docs/examples/measure_trainer.py
 
 One update of four micro-batches with 20, 3, 7 and 18 labels, in float64 on a CPU. The optimizer is SGD with a learning
-rate of 1, so the change of the weights is the gradient. It needs distaccum[accelerate,transformers].
+rate of 1, so the change of the weights is the gradient. Needs distaccum[accelerate,transformers].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LABELS = (20, 3, 7, 18)
 
 
 class WithoutKeywords(nn.Module):
-    """A model whose forward takes no further keywords, so that the Trainer cannot give it the number of labels."""
+    """A model whose forward takes no other keywords, so the Trainer cannot pass it the number of labels."""
 
     def __init__(self, gpt: GPT2LMHeadModel) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class WithoutKeywords(nn.Module):
 
 
 class OwnLoss(Trainer):
-    """A `compute_loss` that leaves `num_items_in_batch` unused."""
+    """A Trainer whose `compute_loss` ignores `num_items_in_batch`."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -45,7 +45,7 @@ class OwnLoss(Trainer):
 
 
 def made(is_first_ignored: bool) -> tuple[GPT2LMHeadModel, list[dict[str, Tensor]]]:
-    """The first label of a row is no target: the model's loss shifts labels by one."""
+    """Makes the model and rows. A row's first label is no target, since the model's loss shifts labels by one."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=50, n_positions=24, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
@@ -87,7 +87,7 @@ def train(kind: type[Trainer], model: nn.Module, rows: list[dict[str, Tensor]], 
 
 
 class OwnLossAccumulating(AccumulatingTrainer, OwnLoss):
-    """Its own class first."""
+    """AccumulatingTrainer comes first among the bases."""
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     python docs/examples/measure_trl.py --from CHECKOUT
 
-A tiny Llama in float64 and answers of 2 to 20 words are made here, since the script loads both from folders. The
+This program makes a tiny Llama in float64 and answers of 2 to 20 words; the script loads both from folders. The
 gradient just before `optimizer.step()` is compared with that of one big batch of the samples of all ranks. Needs trl,
 datasets and distaccum[transformers].
 """
@@ -31,7 +31,7 @@ OPTIONS = [
 
 
 def make(folder: Path, num: int) -> None:
-    """The model, its tokenizer and the data that the script loads."""
+    """Makes the model, its tokenizer and the data that the script loads."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

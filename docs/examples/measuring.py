@@ -1,4 +1,4 @@
-"""What the programs measure_NAME.py share: ranks as processes, the copy that is measured, errors, tables.
+"""Shared parts of the programs measure_NAME.py: ranks as processes, the measured copy, errors, tables.
 
 A program starts itself once per rank with --child FILE. The child runs the script that get.py wrote and looks at the
 gradients just before `optimizer.step()`, with a hook that torch calls for every optimizer.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 def arguments(name: str, description: str) -> tuple[Path | None, dict[str, Any] | None]:
-    """The folder with `original` and `moved`, made if need be; or in a child what it must do."""
+    """The folder with `original` and `moved`, made if necessary; or in a child, its task."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", nargs="?", type=Path, help=f"what get.py {name} wrote (default: fetch it)")
     parser.add_argument("--from", type=Path, metavar="CHECKOUT", dest="checkout", help="a local clone; no network")
@@ -38,13 +38,13 @@ def arguments(name: str, description: str) -> tuple[Path | None, dict[str, Any] 
         parser.error(f"{args.folder} has no folder `moved`; run get.py first")
     try:
         folder = args.folder or get.get(name, Path(tempfile.mkdtemp()) / name, args.checkout)
-        return folder.resolve(), None  # the children change their folder
+        return folder.resolve(), None  # children change their working directory
     except get.ExampleError as error:
         parser.exit(1, f"measure_{name}.py: {error}\n")
 
 
 def copy(folder: Path, into: Path, replacements: Mapping[str, Sequence[tuple[str, str]]]) -> Path:
-    """A copy of a folder with replacements in its files. Each must be there once."""
+    """Copies a folder with replacements in its files. Each replaced text must occur once."""
     shutil.copytree(folder, into)
     for path, pairs in replacements.items():
         text = (into / path).read_text()
@@ -57,12 +57,12 @@ def copy(folder: Path, into: Path, replacements: Mapping[str, Sequence[tuple[str
 
 
 def remove(folder: Path) -> None:
-    """Removes what an earlier run left."""
+    """Removes the folder of an earlier run."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(name: str, description: str, main: Callable[[Path], None], child: Callable[[dict[str, Any]], None]) -> None:
-    """What each program does when it is called: measure a folder, or be one of the ranks that do."""
+    """Runs a program, either to measure a folder or as one of the ranks that do."""
     folder, spec = arguments(name, description)
     if spec is not None:
         child(spec)
@@ -72,7 +72,7 @@ def start(name: str, description: str, main: Callable[[Path], None], child: Call
 
 
 def run_well(what: Mapping[str, Any], ranks: int = 1, timeout: float = 300) -> list[dict[str, Any]]:
-    """As `run`; ends with a rank's output if it failed."""
+    """Like `run`, but exits with the output of a rank that failed."""
     results = run(what, ranks, timeout)
     for result in results:
         if result["error"]:
@@ -81,7 +81,7 @@ def run_well(what: Mapping[str, Any], ranks: int = 1, timeout: float = 300) -> l
 
 
 def run(what: Mapping[str, Any], ranks: int = 1, timeout: float = 300) -> list[dict[str, Any]]:
-    """Runs the program as `ranks` children with --child, and returns what each wrote with `report`."""
+    """Runs the program in `ranks` children with --child; returns the result that each wrote with `report`."""
     with tempfile.TemporaryDirectory() as temporary:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -120,9 +120,9 @@ def run(what: Mapping[str, Any], ranks: int = 1, timeout: float = 300) -> list[d
 
 
 def script(folder: str, path: str, words: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs a script as `python path words` in its folder would; returns its globals."""
+    """Runs a script like `python path words` in its folder; returns its globals."""
     os.chdir(folder)
-    sys.path[0] = folder  # in the place of docs/examples, whose names are those of libraries
+    sys.path[0] = folder  # instead of docs/examples, whose files have names of libraries
     sys.argv = [path, *words]
     return runpy.run_path(path, run_name="__main__")
 
@@ -135,7 +135,7 @@ def before_steps(look: Callable[[torch.optim.Optimizer], None]) -> None:
 
 
 def relative(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """The norm of the difference in parts of the exact one's norm, over all tensors."""
+    """The norm of the difference relative to that of `exact`, over all tensors."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, exact, strict=True)]
     difference = sum(((a - b).square().sum() for a, b in pairs), torch.zeros((), dtype=torch.float64))
     whole = sum((b.square().sum() for _, b in pairs), torch.zeros((), dtype=torch.float64))
@@ -143,7 +143,7 @@ def relative(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 
 
 def number(value: float) -> str:
-    """Two digits, and rounding errors as a power of ten."""
+    """Formats a value with two digits, and rounding errors as a power of ten."""
     return "0" if value == 0 else f"{value:.1e}" if value < 1e-3 else f"{value:.2g}"
 
 
@@ -156,7 +156,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def versions(name: str) -> None:
-    """Prints what the figures depend on."""
+    """Prints the versions that the figures depend on."""
     entry = get.originals()[name]
     print(f"\n{entry['repository'].removeprefix('https://github.com/')} {entry['commit'][:10]},", end=" ")
     print(f"torch {torch.__version__}, Python {platform.python_version()}")

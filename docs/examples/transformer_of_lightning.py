@@ -1,7 +1,7 @@
-"""What measure_fabric.py and measure_lightning.py share: the same model in two trainers' scripts, small and on CPUs.
+"""Shared parts of measure_fabric.py and measure_lightning.py: the same model in two trainers' scripts, small, on CPUs.
 
-Stand-ins take the place of what is not here: random tokens for WikiText2, nothing for torchao, and pytorch_lightning
-and lightning_fabric for the package `lightning`, which holds both. In the copies that run: two gloo ranks for four
+Stand-ins replace missing parts: random tokens for WikiText2, nothing for torchao, and pytorch_lightning
+and lightning_fabric for the package `lightning`, which holds both. The copies that run have two gloo ranks for four
 GPUs, two layers for sixteen, float64, no dropout, no `torch.compile`, and no clipping, which would hide a wrong scale.
 """
 
@@ -43,7 +43,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def stand_in() -> Any:
-    """Puts the modules in; returns the demos' module."""
+    """Installs the stand-ins; returns the demos' module."""
     import lightning_fabric
     import pytorch_lightning
     from lightning_fabric import strategies as of_fabric
@@ -104,7 +104,7 @@ def child(spec: dict[str, Any]) -> None:
 
     transformer.generate_square_subsequent_mask = lambda self, size: mask(self, size).double()
     transformer.forward = recorded
-    if spec["by_trainer"]:  # whose backward is in a closure of optimizer.step()
+    if spec["by_trainer"]:  # its backward runs in a closure of optimizer.step()
         sys.modules["lightning"].LightningModule.on_before_optimizer_step = lambda self, optimizer: look(optimizer)
     else:
         measuring.before_steps(look)
@@ -113,7 +113,7 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def row(case: str, folder: Any, replacements: Any, *, by_trainer: bool = False) -> list[str]:
-    """A row of the table: what two ranks saw in a copy with these replacements."""
+    """A row of the table: the results of two ranks in a copy with these replacements."""
     place = measuring.copy(folder, folder.parent / "measured" / case.replace(" ", "_"), {"train.py": replacements})
     seen = measuring.run_well({"folder": str(place), "by_trainer": by_trainer}, ranks=2)[0]
     return [

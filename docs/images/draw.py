@@ -2,7 +2,7 @@
 
     python docs/images/draw.py
 
-The background is transparent. Every colour has enough contrast on white and on a dark page: that of text lies halfway.
+The background is transparent. Every colour has enough contrast on white and on a dark page; text is halfway between.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "launch" / "results"
-TEXT = "#727a86"  # on white and on a dark page
-ON_FILL = "#ffffff"  # on the fills below
+TEXT = "#727a86"  # readable on white and on a dark page
+ON_FILL = "#ffffff"  # text on the fills below
 BLUE, GREEN, ORANGE, VIOLET, GREY = "#2f6fd0", "#2b7f4f", "#b45a0c", "#8a55cf", "#6a7480"
 
 
@@ -40,7 +40,7 @@ class Drawing:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """`y` is the middle of the line."""
+        """Adds a line of text; `y` is its middle."""
         extra = ("" if size == 14 else f' font-size="{size}"') + (' font-weight="bold"' if bold else "")
         extra += "" if anchor == "start" else f' text-anchor="{anchor}"'
         self._lines.append(f'<text x="{x:g}" y="{y + 0.35 * size:g}" fill="{colour}"{extra}>{escape(words)}</text>')
@@ -48,7 +48,7 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, fill: str, words: str | tuple[str, ...] = ()
     ) -> None:
-        """A filled box with lines of text in its middle."""
+        """Adds a filled box with lines of text in its middle."""
         self._lines.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>')
         lines = (words,) if isinstance(words, str) else words
         for i, line in enumerate(lines):
@@ -110,7 +110,7 @@ def window() -> Drawing:
 
 
 def deferral() -> Drawing:
-    forward, backward, starts, link = 1.0, 2.0, 0.7, 3.0  # starts: from backward's start to the first bucket
+    forward, backward, starts, link = 1.0, 2.0, 0.7, 3.0  # `starts`: time from backward's start to the first bucket
     every = forward + starts + link
     whole = 3 * (forward + backward) + every
     unit, left = 36.0, 108.0
@@ -207,7 +207,7 @@ def sync() -> Drawing:
 
 
 def numbers(page: str, row: str, *, after: str = "") -> list[float]:
-    """The first number of each cell of a table's row, of the first one below `after`."""
+    """The first number in each cell of a table's row, the first such row below `after`."""
     text = (RESULTS / f"{page}.md").read_text(encoding="utf-8")
     text = text[text.index(after) :]
     (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.MULTILINE)[:1]
@@ -216,7 +216,7 @@ def numbers(page: str, row: str, *, after: str = "") -> list[float]:
 
 
 def bars(title: str, unit: str, rows: Sequence[tuple[str, float, str]], note: str) -> Drawing:
-    """Rows of a name, a number and a colour."""
+    """Draws bars from rows of a name, a number and a colour."""
     described = "; ".join(f"{name}: {value:g} {unit}" for name, value, _ in rows)
     drawing = Drawing(880, 84 + 34 * len(rows), title, f"Bars. {described}. {note}")
     drawing.text(14, 20, title, bold=True, size=16)
@@ -304,7 +304,7 @@ def weights() -> Drawing:
 
 
 def logo() -> Drawing:
-    """Micro-batches that add up to one update."""
+    """Draws the logo: micro-batches that add up to one update."""
     drawing = Drawing(64, 64, "distaccum", "Four bars of different lengths and one that is their sum.")
     x = 6.0
     for width, fill in ((20, BLUE), (12, GREEN), (8, ORANGE), (6, VIOLET)):

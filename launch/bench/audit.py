@@ -1,9 +1,9 @@
-"""The time of a training under `distaccum.audit` beside the same training without, with micro-steps of about 5 ms.
+"""The time of a training run with and without `distaccum.audit`, with micro-steps of about 5 ms.
 
     python launch/bench/audit.py --out launch/results/audit
     python launch/bench/audit.py --rounds 2 --updates 40 --ranks 1  # a quick look
 
-Alternately, on one process and on two ranks (DDP, gloo); the weights of both must be the same to the bit.
+The two take turns, in one process and on two ranks (DDP, gloo); their weights must be equal bit by bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distaccum
 
 STEPS, ROWS, TOKENS = 4, 8, 32  # micro-steps per update, rows of each, tokens per row
-FIRST = 16  # updates whose receipts are all taken
+FIRST = 16  # updates in which every receipt is taken
 SHAPES = {"8 tensors": (0, 192), "36 tensors": (2, 96)}  # layers of a transformer, width
 
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def train(shape: str, updates: int, is_audited: bool) -> tuple[float, float, Tensor]:
-    """Seconds of the first updates and of the others, and the weights."""
+    """Trains; returns the seconds of the first updates, those of the others, and the weights."""
     torch.manual_seed(0)
     net: nn.Module = Net(*SHAPES[shape])
     model = DistributedDataParallel(net) if dist.is_initialized() else net

@@ -1,13 +1,13 @@
-"""The loops that the programs here compare: each library's as its documentation has it, and each engine's by hand.
+"""The loops that the benchmarks compare: each library's, as documented, and one by hand for each engine.
 
     python launch/bench/contenders.py  # lists them
 
-    task = Task(net, loss_of, optimizer_of, steps=8, layers=(net[0], net[2]))  # a fresh net for each
+    task = Task(net, loss_of, optimizer_of, steps=8, layers=(net[0], net[2]))  # a fresh net for each loop
     loop = one_of("DDP", "distaccum").set_up(task)
     loop.run(micro_batches)  # one whole update: forwards, backwards, reduction, step, clearing
 
-All take the same micro-batches, on the CPU, and end with the same weights, as tests/launch/test_bench.py shows. Those
-on ranks expect a gloo group and the environment that torchrun makes (`as_torchrun` makes it too).
+All take the same micro-batches on the CPU and end with the same weights, as tests/launch/test_bench.py shows. On ranks
+they expect a gloo group and torchrun's environment variables (`as_torchrun` sets them).
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ import wrappers
 
 from distaccum import Accumulator
 
-NEVER_CLIPS = 1e6  # a norm that is measured and not reached, so that the loops that clip end as the others do
+NEVER_CLIPS = 1e6  # the norm is computed but never reached, so loops that clip end with the same weights
 OTHERS = ("accelerate", "lightning-fabric", "deepspeed")
 Unreduced = Callable[[Any], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """The work of a contender, which wraps `module`: each gets its own."""
+    """The work of one contender, which wraps `module`: each contender gets its own task."""
 
     module: nn.Module
-    loss_of: Callable[[nn.Module, Any], Tensor]  # of the wrapped module and a micro-batch: the mean over its samples
+    loss_of: Callable[[nn.Module, Any], Tensor]  # (wrapped module, micro-batch) -> the mean over its samples
     optimizer_of: Callable[[Iterable[nn.Parameter]], Optimizer]
     steps: int  # micro-batches of an update on each rank, all of one size
-    layers: tuple[nn.Module, ...] = ()  # of `module`, that fully_shard wraps by themselves
+    layers: tuple[nn.Module, ...] = ()  # parts of `module` that fully_shard wraps one by one
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Contender:
-    """`engine` names what the model is wrapped in and when it reduces; ratios are taken among those that share it."""
+    """A loop; `engine` names its wrapper and when it reduces, and ratios compare loops with the same engine."""
 
     engine: str
     name: str
@@ -71,7 +71,7 @@ class Contender:
 
     @property
     def reference(self) -> str:
-        """The loop of the same engine without another library: by hand, or DeepSpeed's own."""
+        """The name of the engine's loop without an extra library: by hand, or DeepSpeed's own."""
         return "DeepSpeed" if self.engine.startswith("ZeRO") else "by hand"
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def by_hand(
     max_norm: float | None = None,
     in_place: bool = False,
 ) -> Loop:
-    """All micro-steps but the last run in `unreduced(model)`; seeded, the share is the backward's, not in the graph."""
+    """Runs all micro-steps but the last in `unreduced(model)`; if seeded, backward gets the share, not the graph."""
     loss_of, steps = task.loss_of, task.steps
     parameters = list(model.parameters())
     optimizer = task.optimizer_of(parameters)
@@ -122,7 +122,7 @@ def plain_by_hand(task: Task, **options: Any) -> Loop:
 
 def ddp_by_hand(task: Task, *, every: bool = False, views: bool = False, **options: Any) -> Loop:
     model = wrappers.ddp(task.module, gradient_as_bucket_view=views)
-    # Set to None, views of the buckets would lose the memory that they save.
+    # Setting them to None would drop the views of the buckets, and the memory that they save.
     return by_hand(task, model, at_once if every else no_sync, in_place=views, **options)
 
 
@@ -142,7 +142,7 @@ def no_sync(model: DistributedDataParallel) -> AbstractContextManager[None]:
 
 @contextmanager
 def deferred(model: Any) -> Iterator[None]:
-    # With set_is_last_backward(False) too, the last backward prefetched a layer twice: one more gather per window.
+    # Adding set_is_last_backward(False) made the last backward prefetch a layer twice: one more gather per window.
     model.set_requires_gradient_sync(False)
     yield
     model.set_requires_gradient_sync(True)
@@ -176,7 +176,7 @@ def accelerate(task: Task, *, max_norm: float | None = None, cpu: bool = True, *
     )
 
     def run(micro_batches: Sequence[Any]) -> None:
-        accelerator.gradient_accumulation_steps = steps  # all of a process share it; it is an entry of a dict
+        accelerator.gradient_accumulation_steps = steps  # shared by all in the process: an entry of a dict
         for micro_batch in micro_batches:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model, micro_batch))
@@ -213,7 +213,7 @@ def lightning_fabric(task: Task, *, max_norm: float | None = None, accelerator: 
 
 
 def deepspeed(task: Task, stage: int, *, coalesced: bool = False, **config: Any) -> Loop:
-    """It divides by `gradient_accumulation_steps` and finds the window's end by itself; coalesced, the caller does."""
+    """Lets DeepSpeed divide by `gradient_accumulation_steps` and find the window's end; coalesced, the caller does."""
     loss_of, steps = task.loss_of, task.steps
     engine = deepspeed_engine(task, stage, 1 if coalesced else steps, **config)
 
@@ -264,14 +264,14 @@ def with_distaccum(
     from_loader: bool = False,
     **options: Any,
 ) -> Loop:
-    """A window of micro-batches that the caller has; or `from_loader`, the next of the loader's windows."""
+    """Runs a window of the caller's micro-batches, or with `from_loader` the loader's next window."""
     accumulator = Accumulator(model, optimizer, steps=task.steps, **options)
     given: Sequence[Any] = ()
     windows: Iterator[Any] = iter(())
 
     def run(micro_batches: Sequence[Any]) -> None:
         nonlocal given, windows
-        if from_loader and micro_batches is not given:  # else of the loader that was read ahead in the last window
+        if from_loader and micro_batches is not given:  # otherwise the loader was read ahead in the last window
             given, windows = micro_batches, accumulator.windows(itertools.cycle(micro_batches))
         window = next(windows) if from_loader else accumulator.window(micro_batches)
         for micro_batch in window:
@@ -307,7 +307,7 @@ def accelerate_distaccum(task: Task) -> Loop:
     loop = with_distaccum(task, model, optimizer, full_weights, accelerator=accelerator)
 
     def run(micro_batches: Sequence[Any]) -> None:
-        accelerator.gradient_accumulation_steps = 1  # as it was made; another contender of the process may have set it
+        accelerator.gradient_accumulation_steps = 1  # as at first; another contender in the process may have set it
         loop.run(micro_batches)
 
     return Loop(run, loop.weights)
@@ -325,7 +325,7 @@ _distaccum_variants: dict[str, dict[str, Any]] = {
 
 
 def _alike(engine: str, hand: Callable[..., Loop], library: Callable[..., Loop]) -> list[Contender]:
-    """The contenders that exist for a plain module and for DDP alike."""
+    """The contenders that exist both for a plain module and for DDP."""
     return [
         Contender(engine, "by hand", hand),
         Contender(engine, "by hand, again", hand),
@@ -386,21 +386,21 @@ def versions() -> dict[str, str]:
 
 
 def num_ranks(*, local: bool = False) -> int:
-    """The ranks of this job, or those on this node."""
+    """The number of ranks in this job, or on this node."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if local else ranks
 
 
 def as_torchrun() -> None:
-    """The environment that torchrun makes, for a rank of this node whose group is there."""
+    """Sets torchrun's environment variables for this rank; its group exists already."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks})
 
 
 def be_quiet() -> None:
-    """Silences what other libraries print when they are set up."""
+    """Silences other libraries' messages at set-up."""
     warnings.simplefilter("ignore")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate says that it set it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Accelerate sets it and says so
     torch.set_num_threads(1)
 
 

@@ -1,15 +1,15 @@
-"""The cost of a window on a GPU beside the other loops, in time and in memory.
+"""The cost of a window on a GPU in time and memory, compared with the other loops.
 
-    python launch/bench/gpu.py --out launch/results/gpu                    # some ten minutes
-    python launch/bench/gpu.py --device cpu --small --rounds 1             # shows that it runs
+    python launch/bench/gpu.py --out launch/results/gpu                    # about ten minutes
+    python launch/bench/gpu.py --device cpu --small --rounds 1             # only to see that it runs
 
-A decoder of 370 million parameters over 1,024 tokens; parameters in float32, computing in bfloat16 by autocast, as each
-library's documentation has it; SGD with momentum, one process.
+A decoder of 370 million parameters over 1,024 tokens; parameters in float32, computing in bfloat16 by autocast, as in
+each library's documentation; SGD with momentum, one process.
 
-- rates:  tokens per second of each way to accumulate, by turns; on a GPU two of them under torch.compile too, and with
+- rates:  tokens per second of each way to accumulate, in turns; on a GPU two of them also under torch.compile, and with
           CUDA graphs (mode="reduce-overhead").
-- memory: the peak of an update beyond model and optimizer, by the size of its micro-batches.
-- auto:   `micro_batch_size="auto"` against each fixed size, by `accumulator.update`.
+- memory: the peak of an update beyond model and optimizer, by micro-batch size.
+- auto:   `micro_batch_size="auto"` against each fixed size, with `accumulator.update`.
 
 Needs accelerate, deepspeed and lightning-fabric.
 """
@@ -76,9 +76,9 @@ class Work:
     width: int = 1024
     layers: int = 24
     context: int = 1024
-    micro_batch: int = 8  # where no other is said
+    micro_batch: int = 8  # default
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    batch_size: int = 64  # of an update that is cut into `sizes`
+    batch_size: int = 64  # of an update that is cut to `sizes`
 
     def net(self) -> nn.Module:
         torch.manual_seed(0)
@@ -100,12 +100,12 @@ def under_autocast(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def with_cuda_graphs(model: nn.Module, batch: Batch) -> Tensor:
-    torch.compiler.cudagraph_mark_step_begin()  # the last micro-step's outputs may be written over
+    torch.compiler.cudagraph_mark_step_begin()  # the last micro-step's outputs may be overwritten
     return under_autocast(model, batch)
 
 
 def makers(work: Work, steps: int) -> dict[str, Make]:
-    """Each of a fresh net; DeepSpeed last, since it makes a process group."""
+    """Makers of loops, each with a fresh net; DeepSpeed comes last, since it makes a process group."""
 
     def task(loss: Callable[[nn.Module, Batch], Tensor] = under_autocast, **options: Any) -> Task:
         module: Any = torch.compile(work.net(), **options) if options else work.net()
@@ -129,7 +129,7 @@ def makers(work: Work, steps: int) -> dict[str, Make]:
 
 
 def rates(work: Work, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an update by turns; what a loop that fails says stands in its place."""
+    """Seconds of an update, in turns; for a loop that fails, its error."""
     made = makers(work, options.steps)
     batches = [work.batch(work.micro_batch) for _ in range(options.steps)]
     loops, rows = {}, {}
@@ -139,7 +139,7 @@ def rates(work: Work, options: argparse.Namespace) -> dict[str, Any]:
             loop = make()
             loop.run(batches)
             loops[name] = partial(loop.run, batches)
-        except Exception as error:  # of another library, or of a compiler, on hardware that nobody has tried
+        except Exception as error:  # from another library or a compiler, on untried hardware
             if name == "by hand":
                 raise
             rows[name] = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
@@ -163,7 +163,7 @@ def fits(work: Work, run: Callable[[], object]) -> bool:
 
 
 def memory(work: Work) -> dict[str, dict[int, float | None]]:
-    """MB at the peak of an update of the largest size, by the size of its micro-batches; None where it does not fit."""
+    """MB at the peak of an update of the largest size, by micro-batch size; None if it does not fit."""
     peaks: dict[str, dict[int, float | None]] = {}
     for size in work.sizes:
         batches = [work.batch(size) for _ in range(work.sizes[-1] // size)]
@@ -180,7 +180,7 @@ def memory(work: Work) -> dict[str, dict[int, float | None]]:
 
 
 def auto(work: Work, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an update of one batch, by turns, on a net that does not move: as `auto` cuts it, and by each size."""
+    """Seconds of an update of one batch, in turns, with constant weights: as `auto` cuts it, and cut to each size."""
     net, whole = work.net(), work.batch(work.batch_size)
     seen: list[int] = []
 
@@ -264,14 +264,14 @@ def main() -> int:
     work = Work(device, 512, 64, 2, 64, 2, (1, 2, 4), 4) if options.small else Work(device)
     be_quiet()
     if options.peaks:
-        with redirect_stdout(sys.stderr):  # what the libraries say
+        with redirect_stdout(sys.stderr):  # output of the libraries
             peaks = memory(work)
         print(json.dumps(peaks))
         return 0
     found: dict[str, Any] = {}
     for part in options.parts:
         print(part, file=sys.stderr)
-        if part == "memory":  # a host's peak shows only where the allocator gives back what is freed
+        if part == "memory":  # a host's peak shows only if the allocator returns freed memory
             passed = ["--device", device.type, *(["--small"] if options.small else []), "--peaks"]
             found[part] = in_fresh_process(*passed, environment=RETURNS if device.type == "cpu" else None)
         else:

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: loops in turns, peak memory, ranks, options, tables, pictures and headers."""
+"""Shared parts of the benchmarks: loops in turns, peak memory, ranks, options, tables and headers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW_IMPORTS = ("torch.distributed.fsdp", "distaccum", "accelerate", "lightning.
 
 Loop = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
-# Of glibc. Resident memory is what is in use only where what is freed goes back to the system at once.
+# For glibc: resident memory equals the memory in use only if freed memory goes back to the system at once.
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -43,14 +43,14 @@ def in_turns(
     before: Mapping[Name, Loop] | None = None,
     clock: Callable[[], float] | None = None,
 ) -> dict[Name, list[float]]:
-    """Seconds of each loop in each round; every other round goes backwards, and two more come first to warm up.
+    """Seconds of each loop in each round; every other round is in reverse order, and two untimed ones come first.
 
-    What `before` has for a loop runs ahead of each of its turns and is not timed.
+    The callable that `before` has for a loop runs ahead of each of its turns, and is not timed.
     """
     taken: dict[Name, list[float]] = {name: [] for name in loops}
     order = list(loops.items())
     if clock is None:
-        clock = time.perf_counter if device.type == "cuda" else time.process_time  # others' programs do not count
+        clock = time.perf_counter if device.type == "cuda" else time.process_time  # leaves out other programs
     for turn in range(-2, rounds):
         for name, loop in order if turn % 2 else reversed(order):
             if before is not None:
@@ -65,19 +65,19 @@ def in_turns(
 
 
 def ratios(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
-    """Round by round, so that a busy machine slows both."""
+    """Compares round by round, so that a busy machine slows both."""
     found = [one / other for one, other in zip(times, reference, strict=True)]
     return {"median": statistics.median(found), "least": min(found), "most": max(found)}
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """A median and how far the middle half of the values reaches."""
+    """The median, and the range of the middle half of the values."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [values[0]]
     return {"median": middle, "low": low, "high": high}
 
 
 def spelled(ratio: Mapping[str, float] | None) -> str:
-    """A median and its range, be it the whole one or the middle half."""
+    """Formats a median and its range, which may be that of all values or of the middle half."""
     if ratio is None:
         return "-"
     median, low, high = (f"{value:.2f}" for value in ratio.values())
@@ -85,7 +85,7 @@ def spelled(ratio: Mapping[str, float] | None) -> str:
 
 
 def peak_of(loop: Loop, device: torch.device) -> float:
-    """MB that are in use at its peak beyond those in use before it."""
+    """MB in use at the peak of `loop` beyond those in use before it."""
     gc.collect()
     wait_for(device)
     if device.type == "cuda":
@@ -118,7 +118,7 @@ def in_fresh_process(*options: str, environment: Mapping[str, str] | None = None
 
 
 class RankError(Exception):
-    """By rank: its traceback, or that it died or did not end."""
+    """Ranks failed; `errors` has the traceback of each, or says that it died or did not end."""
 
     def __init__(self, errors: Mapping[int, str]) -> None:
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in errors.items()))
@@ -133,14 +133,14 @@ def in_ranks(
     before: Loop | None = None,
     anew: bool = False,
 ) -> list[Any]:
-    """The function's value on each rank of a fresh gloo group; `before` runs first on each, outside of `seconds`.
+    """The function's value on each rank of a fresh gloo group; `before` runs first, and does not count in `seconds`.
 
-    `anew`: no rank is a fork of this process, so that glibc reads the environment variables that are set now.
+    `anew`: ranks are not forks of this process, so glibc reads the environment variables that are set now.
     """
-    # A process of one thread can be forked safely; else a server is, which imports the program once.
+    # A process with one thread can be forked safely; otherwise a server is forked, which imports the program once.
     threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 2
     context: Any = multiprocessing.get_context("fork" if threads == 1 and not anew else "forkserver")
-    if threads > 1 or anew:  # the server would leave the program's own imports to each rank (Python below 3.14)
+    if threads > 1 or anew:  # before Python 3.14 the server leaves the program's own imports to each rank
         context.set_forkserver_preload([one for one in SLOW_IMPORTS if one in sys.modules])
     store, processes, pipes = str(Path(tempfile.mkdtemp(), "store")), [], []
     try:
@@ -151,7 +151,7 @@ def in_ranks(
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
-        _collect(pipes, seconds=300)  # imports take their time on a busy machine
+        _collect(pipes, seconds=300)  # imports are slow on a busy machine
         return _collect(pipes, seconds)
     finally:
         for process in processes:
@@ -175,7 +175,7 @@ def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
                 values[rank] = value
             else:
                 errors[rank] = value
-                until = min(until, time.monotonic() + 3)  # the others may wait for it without end
+                until = min(until, time.monotonic() + 3)  # the others may wait for it forever
     errors |= dict.fromkeys(left.values(), f"did not end within {seconds:g} s")
     if errors:
         raise RankError(errors)
@@ -186,7 +186,7 @@ def _run_rank(
     rank: int, num: int, store: str, pipe: Connection, before: Loop | None, function: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Accelerate sets it, with a warning
     minutes = timedelta(minutes=1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num, timeout=minutes)
     try:
@@ -198,7 +198,7 @@ def _run_rank(
     except Exception:
         answer = (False, traceback.format_exc())
     pipe.send(answer)
-    pipe.poll(60)  # until it is killed: tensors are read from this process's memory
+    pipe.poll(60)  # until it is killed: the parent reads tensors from this process's memory
 
 
 def wait_for(device: torch.device) -> None:
@@ -248,18 +248,18 @@ def write(out: Path | None, text: str, result: Mapping[str, Any]) -> None:
         out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-# The command line, and what a page is made of
+# The command line, and parts of a page
 
 
 class Options(argparse.ArgumentParser):
-    """`--out`, and what else a program adds; a program's docstring is its help."""
+    """A parser with `--out`, to which a program adds its own options; its docstring is the help."""
 
     def __init__(self, text: str | None) -> None:
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
 
     def counts(self, name: str, default: Any, text: str = "", **more: Any) -> None:
-        """An option that takes numbers of at least 1; a list of them where the default is one."""
+        """Adds an option that takes a number of at least 1, or a list of them if the default is a list."""
         many = {"nargs": "+"} if isinstance(default, list) else {}
         shown = " ".join(map(str, default)) if many else default
         help_text = f"{text} ({shown})".strip()
@@ -270,7 +270,7 @@ class Options(argparse.ArgumentParser):
         self.add_argument("--device", choices=["cuda", "cpu"], default=default, help="(%(default)s)")
 
     def hidden(self, *names: str, **more: Any) -> None:
-        """Adds an option that a program passes to processes of its own."""
+        """Adds an option that a program passes to its own processes."""
         self.add_argument(*names, help=argparse.SUPPRESS, **more)
 
 
@@ -281,7 +281,7 @@ def _count(text: str) -> int:
 
 
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of Markdown, with an empty one behind them; all columns but the first are aligned to the right."""
+    """The lines of a Markdown table and an empty one; all columns but the first are aligned to the right."""
     lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
     return [*(f"| {' | '.join(map(str, cells))} |" for cells in lines), ""]
 

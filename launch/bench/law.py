@@ -1,15 +1,15 @@
-"""The law's cases by the documented use of each library: whose gradient is that of one call on all samples?
+"""The law's cases by each library's documented use: does the gradient equal that of one call on all samples?
 
-    python launch/bench/law.py --out launch/results/law                      # all, some six minutes
-    python launch/bench/law.py --libraries hand distaccum --cases tail zero  # some seconds; prints
+    python launch/bench/law.py --out launch/results/law                      # all; about six minutes
+    python launch/bench/law.py --libraries hand distaccum --cases tail zero  # seconds; only prints
 
-Each cell runs in real processes (gloo; two where a case has two ranks), on the CPU. The reference is plain torch: one
-call of the criterion on all samples of the window, of all ranks, in float64, from the weights before that window. SGD
-with a learning rate of 1, so that the weights' change is the gradient; the worst window counts. The cases are in
-lawcases/cases.py, each library's way through them in a file of its own beside it.
+Each cell runs in real processes on the CPU (one per rank, gloo). The reference is plain torch: one call of the
+criterion on all samples of the window, of all ranks, in float64, from the weights before that window. The optimizer is
+SGD with a learning rate of 1, so the weights' change is the gradient; the worst window counts. The cases are in
+lawcases/cases.py; each library's way through them is in its own file next to it.
 
-`pip install accelerate deepspeed lightning-fabric pytorch-lightning transformers` brings the others; one that is
-missing is marked so.
+`pip install accelerate deepspeed lightning-fabric pytorch-lightning transformers` installs the others; a missing one
+is reported as not installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lawcases.task import Library, Outcome, Task
 
 
 def import_packages(name: str, port: int) -> None:
-    """Before the clock of a case runs; with the variables that a launcher would set."""
+    """Imports a library before the clock of a case starts, with the variables that a launcher would set."""
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     if world > 1:
@@ -74,10 +74,10 @@ def verdict_of(name: str, key: str, seconds: float, port: int) -> Verdict:
 
 
 def failure(error: RankError, seconds: float) -> Verdict:
-    """The first rank's own error, or that the ranks waited for each other."""
+    """The verdict on ranks that failed: the first rank's own error, or that they waited for each other."""
     raised = [text for text in error.errors.values() if "Traceback" in text and "Connection closed by peer" not in text]
     if raised:
-        said = re.sub(r"\[/\S+\] ", "", raised[0].strip().splitlines()[-1])  # gloo names its source files
+        said = re.sub(r"\[/\S+\] ", "", raised[0].strip().splitlines()[-1])  # gloo prints its source files
         return Verdict("error", note=said.split(". ")[0])
     if any("did not end" in text for text in error.errors.values()):
         return Verdict("hangs", note=f"not ended after {seconds:g} s")
@@ -101,7 +101,7 @@ def measure(libraries: Sequence[str], cases: Sequence[str], seconds: float) -> d
 
 
 def spelled(verdict: Verdict) -> str:
-    """A cell of the table."""
+    """Formats a cell of the table."""
     if verdict.error is None:
         return verdict.verdict
     if verdict.verdict == "exact":

@@ -1,12 +1,12 @@
-"""Peak memory of each way to accumulate: by the micro-batch's size, and in gradients where parameters dominate.
+"""Peak memory of each way to accumulate: by the micro-batch's size, and of a net whose parameters dominate.
 
     python launch/bench/memory.py --out launch/results/memory
-    python launch/bench/memory.py --only DDP --sizes 1 32              # in a minute
+    python launch/bench/memory.py --only DDP --sizes 1 32              # a minute
 
-- A fixed batch per rank, cut into micro-batches of --sizes: a net whose activations dominate; SGD with momentum.
-- Parameters of 128 MiB and small activations, SGD: the first and the fifth update, and what is held between updates.
+- A fixed batch per rank, cut into micro-batches of --sizes: a net whose activations dominate, SGD with momentum.
+- Parameters of 128 MiB and small activations, SGD: the first and the fifth update, and memory held between updates.
 
-Each row comes from fresh processes (Linux: resident memory), one or two ranks on gloo, and is that of rank 0 beyond the
+Each row comes from fresh processes, one or two ranks on gloo: resident memory of rank 0 (Linux) beyond that of the
 same process before the model was made. Needs accelerate, deepspeed and lightning-fabric.
 """
 
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 MIB = 2**20
-SECONDS = 240.0  # for one of them
+SECONDS = 240.0  # for one contender
 LIBRARIES = ("Accelerate", "Lightning Fabric")
 OWN = ("DeepSpeed", "distaccum")
 CHOSEN = [
@@ -53,7 +53,7 @@ CHOSEN = [
     *(one for engine in ("ZeRO 0", "ZeRO 1", "ZeRO 2, last") for one in some_of(engine, *OWN)),
     *(one for sync in ("last", "gathered", "every") for one in some_of(f"FSDP2, {sync}", "by hand", "distaccum")),
 ]
-STEPS, UPDATES, SAMPLES = 4, 5, 4  # of the net whose parameters dominate
+STEPS, UPDATES, SAMPLES = 4, 5, 4  # for the net whose parameters dominate
 WIDTH, DEPTH = 2048, 8  # 128 MiB of weights
 
 
@@ -61,7 +61,7 @@ WIDTH, DEPTH = 2048, 8  # 128 MiB of weights
 
 
 def deep() -> nn.Sequential:
-    """All of it parameters: what a few samples leave behind is nothing beside them."""
+    """A net that is all parameters: the activations of a few samples are negligible."""
     layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
@@ -70,7 +70,7 @@ CHANNELS, PIXELS = 16, 64
 
 
 def wide() -> nn.Sequential:
-    """Convolutions that keep 2 MiB and more of each sample, and 4 MiB of parameters behind them."""
+    """Convolutions that keep 2 MiB or more of each sample, followed by 4 MiB of parameters."""
     blocks = [part for i in range(8) for part in (nn.Conv2d(CHANNELS if i else 3, CHANNELS, 1), nn.Tanh())]
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(64 * CHANNELS, 1024))
 
@@ -92,12 +92,12 @@ def set_up(contender: Contender, net: nn.Sequential, steps: int, momentum: float
 
 
 def measure_here(name: str, samples: int, sizes: Sequence[int]) -> dict[str, Any]:
-    """A row, of this rank; before each figure what the last one left is let go, and what is still there taken off."""
+    """Measures a row on this rank; before each figure, leftovers are freed, and the memory still held is subtracted."""
     be_quiet()
     if dist.is_initialized():
         as_torchrun()
     contender = next(one for one in CHOSEN if str(one) == name)
-    of_micro_batch(contender, 2, 1)  # loads what libraries and kernels load once
+    of_micro_batch(contender, 2, 1)  # makes libraries and kernels load everything
     peaks = {size: of_micro_batch(contender, samples, size) for size in sorted(sizes)}
     row = {"name": name, "engine": contender.engine, "peaks": peaks}
     return {**row, **of_parameters(contender)}
@@ -113,7 +113,7 @@ def of_micro_batch(contender: Contender, samples: int, size: int) -> float:
     batches = list(torch.randn(samples, 3, PIXELS, PIXELS).split(size))
     without = without_a_model()
     loop = set_up(contender, wide(), len(batches), momentum=0.9)
-    for _ in range(2):  # DDP lays out its buckets anew in the second
+    for _ in range(2):  # DDP rebuilds its buckets in the second
         loop.run(batches)
     held = resident("VmRSS") - without
     return (held + 1e6 * peak_of(lambda: loop.run(batches), CPU)) / MIB
@@ -142,7 +142,7 @@ def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[di
         if one.on_ranks:
             given = str(one), options.batch_size, options.sizes
             row = in_ranks(2, measure_here, *given, seconds=SECONDS, anew=True)[0]
-        else:  # in a group of one Accelerate would wrap the model in DDP
+        else:  # even in a group of one, Accelerate would wrap the model in DDP
             sizes = ["--sizes", *map(str, options.sizes)]
             row = in_fresh_process("--here", str(one), "--batch-size", str(options.batch_size), *sizes)
             row["peaks"] = {int(size): peak for size, peak in row["peaks"].items()}
@@ -191,9 +191,9 @@ def main() -> int:
             parser.error(f"--only {part}: in none of {'; '.join(map(str, CHOSEN))}")
     if not Path("/proc/self/clear_refs").exists():
         parser.error("the peak of a process is read from Linux's /proc, which is not here")
-    os.environ.update({**RETURNS, "OMP_NUM_THREADS": "1"})  # of the processes to come
+    os.environ.update({**RETURNS, "OMP_NUM_THREADS": "1"})  # for processes started from here
     if options.here:
-        with redirect_stdout(sys.stderr):  # what the libraries say
+        with redirect_stdout(sys.stderr):  # output of the libraries
             row = measure_here(options.here, options.batch_size, options.sizes)
         print(json.dumps(row))
         return 0

@@ -1,9 +1,9 @@
-"""The cost of a window and a micro-step beside the loop by hand: distaccum, Accelerate, Lightning Fabric, DeepSpeed 0.
+"""The cost of a window and a micro-step over the loop by hand: distaccum, Accelerate, Lightning Fabric, DeepSpeed 0.
 
     python launch/bench/overhead.py --out launch/results/overhead
-    python launch/bench/overhead.py --rounds 5 --ranks 1  # a quick look, at one process alone
+    python launch/bench/overhead.py --rounds 5 --ranks 1  # a quick look at one process
 
-On a tiny model, in one process and on two and four ranks (DDP, gloo); the loops are those of contenders.py. Read the
+A tiny model runs in one process and on two and four ranks (DDP, gloo), with the loops of contenders.py. Read the
 ratios.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 SHAPE = "Linear(16, 16), the mean of its squares on micro-batches of 8 x 16, SGD, float32"
-TURN = 16  # micro-steps, or more
+TURN = 16  # micro-steps, at least
 Key = tuple[str, str, int]  # engine, name, micro-steps
 Taken = Mapping[Key, Sequence[float]]
 HAND, EVERY = "by hand", "DDP, every micro-step"
@@ -51,7 +51,7 @@ def measure(keys: Sequence[Key], rounds: int) -> dict[Key, list[float]]:
 def set_up(contender: Contender, steps: int) -> Loop:
     torch.manual_seed(0)
     loop = contender.set_up(Task(nn.Linear(16, 16), loss_of, partial(SGD, lr=1e-4), steps))
-    torch.set_num_threads(1)  # some set it
+    torch.set_num_threads(1)  # some libraries set it
     return loop
 
 
@@ -83,7 +83,7 @@ def keys(ranks: int, steps: Sequence[int]) -> list[Key]:
 
 
 def rows(taken: Taken, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """A loop each, beside the first, which is the one by hand."""
+    """A row for each loop, compared with the first, which is the one by hand."""
     loops = list(dict.fromkeys((engine, name) for engine, name, _ in taken))
     reference = loops[0]
     few, many = min(steps), max(steps)

@@ -1,6 +1,6 @@
-"""The cost of reading a loader: windows(loader) beside the loop by hand, Accelerate and Fabric, on the same loaders.
+"""The cost of reading a loader: windows(loader), the loop by hand, Accelerate and Fabric on the same loaders.
 
-The dataset and the compute sleep, so that any machine shows who waits for whom. One process, and two ranks of DDP.
+The dataset and the compute sleep, so any machine shows who waits for whom. Runs in one process and on two ranks of DDP.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from distaccum import Accumulator
 
-# Micro-steps of a window, workers, milliseconds of a micro-batch from all workers together, and of its compute.
+# Micro-steps per window, workers, milliseconds per micro-batch from all workers together, milliseconds of its compute.
 CASES = [(1, 2, 8, 10), (8, 2, 8, 10), (32, 2, 8, 10), (32, 4, 4, 10), (32, 2, 12, 10), (128, 4, 8, 10), (8, 0, 4, 4)]
 WINDOWS, MICRO_STEPS = 6, 80  # of an epoch, at least; its first window, in which workers start, is not timed
-Way = Callable[["Job"], Iterator[float | None]]  # an epoch, which yields after each update, or then yields its time
+Way = Callable[["Job"], Iterator[float | None]]  # runs an epoch; yields after each update, or yields its time later
 
 
 class Slow(Dataset[Any]):
@@ -117,7 +117,7 @@ def by_fabric(job: Job) -> Iterator[None]:
 
 
 class Summed(nn.Module):
-    """The job's model as the Trainer calls it."""
+    """The job's model with the interface that the Trainer expects."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ ON_RANKS: dict[str, Way] = {"distaccum": windows, "distaccum, ahead=False": not_
 
 
 def seconds_of(way: Way, case: tuple[int, int, int, int]) -> float:
-    """Seconds per window, without the first."""
+    """Seconds per window, leaving out the first."""
     ends = [time.perf_counter() if end is None else end for end in way(Job(*case))]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
@@ -206,7 +206,7 @@ def lines_of(found: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    warnings.simplefilter("ignore")  # theirs
+    warnings.simplefilter("ignore")  # of other libraries
     parser = Options(__doc__)
     parser.counts("--rounds", 3, "rounds of all ways by turns")
     parser.counts("--cases", len(CASES), "how many of the loaders")

@@ -1,11 +1,11 @@
-"""Seconds and bytes of an update over a slow link: each way to accumulate, and what link and processor allow.
+"""Seconds and bytes of an update over a slow link: each way to accumulate, and the limits of link and processor.
 
     sudo python launch/bench/two_nodes.py --out launch/results/two_nodes
-    sudo python launch/bench/two_nodes.py --only DDP --rounds 2  # in two minutes
+    sudo python launch/bench/two_nodes.py --only DDP --rounds 2  # two minutes
 
-Two network namespaces of this machine, a link of --rate between them and a rank in each. ResNet-18 with GroupNorm (11.7
-million parameters, float32), windows of micro-batches of 4 images of 64 x 64, SGD. All ways are in the same two
-processes and take turns, one update each: A B C, C B A. Needs root, iproute2, torchvision, accelerate, deepspeed and
+Two network namespaces on this machine have a rank each and a link of --rate between them. ResNet-18 with GroupNorm
+(11.7 million parameters, float32), micro-batches of 4 images of 64 x 64, SGD. All ways run in the same two processes
+and take turns, one update each: A B C, C B A. Needs root, iproute2, torchvision, accelerate, deepspeed and
 lightning-fabric.
 """
 
@@ -53,7 +53,7 @@ CHOSEN = [
     *some_of("DDP, views", "by hand", "distaccum"),
     *(one for engine in ("ZeRO 0", "ZeRO 1", "ZeRO 2, last") for one in some_of(engine, *ZERO)),
     *some_of("FSDP2, gathered", "by hand", "distaccum"),
-    # These gather or reduce in each micro-step.
+    # The rest gather or reduce in each micro-step.
     *some_of("DDP, every micro-step", "by hand"),
     *(one for engine in ("ZeRO 2, every", "ZeRO 3, every") for one in some_of(engine, "DeepSpeed")),
     *some_of("ZeRO 3, last", *ZERO),
@@ -95,18 +95,18 @@ def micro_batches(rank: int, steps: int) -> list[Batch]:
 
 @contextmanager
 def two_nodes(rate: str) -> Iterator[tuple[str, str]]:
-    """Names of two namespaces joined by a link of `rate` (as tc takes it) each way; both are gone at the end.
+    """Makes two namespaces joined by a link of `rate` (in tc's format) each way; removes both at the end.
 
-    Needs root and iproute2. What still runs in them at the end is killed.
+    Needs root and iproute2. Processes that still run in them at the end are killed.
     """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise RuntimeError(f"{tool} is not here; install iproute2")
     if os.geteuid():
         raise RuntimeError("network namespaces need root; run it with sudo")
-    number = os.getpid()  # several of these programs do not meet
+    number = os.getpid()  # keeps several of these programs apart
     nodes, ends = (f"distaccum{number}-0", f"distaccum{number}-1"), (f"da{number}", f"db{number}")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below still happens
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cleanup below still runs
     try:
         for node in nodes:
             run(f"ip netns add {node}", cure="in a container it needs --privileged")
@@ -125,7 +125,7 @@ def two_nodes(rate: str) -> Iterator[tuple[str, str]]:
             for process in left:
                 os.kill(int(process), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", node], capture_output=True)
-        subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)  # had it not been moved yet
+        subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)  # if it was not moved yet
         signal.signal(signal.SIGTERM, before)
 
 
@@ -141,7 +141,7 @@ def run(command: str, cure: str = "") -> None:
 
 
 def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
-    """Runs this program with these options, a rank on each node; the output of rank 0, which is short."""
+    """Runs this program with these options, a rank on each node; returns the output of rank 0, which is short."""
     started = []
     try:
         for rank, node in enumerate(nodes):
@@ -162,7 +162,7 @@ def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
         until = time.monotonic() + seconds
         while any(process.poll() is None for process in started):
             if any(process.poll() for process in started):
-                break  # and leaves the others waiting for it
+                break  # a rank failed, and the others wait for it
             if time.monotonic() > until:
                 raise RuntimeError(f"the ranks did not end within {seconds:.0f} seconds")
             time.sleep(0.2)
@@ -180,7 +180,7 @@ def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
 
 
 def measure_here(names: Sequence[str], steps: int, rounds: int) -> dict[str, Any] | None:
-    """Measures on both ranks; the result on rank 0, None on the other."""
+    """Measures on both ranks; returns the result on rank 0, None on the other."""
     be_quiet()
     dist.init_process_group("gloo")
     batches = micro_batches(dist.get_rank(), steps)
@@ -220,7 +220,7 @@ def first_gradient(loop: Loop, batches: list[Batch]) -> Tensor:
 
 
 def computing(steps: int, backwards: list[float]) -> Loop:
-    """Micro-steps and a step on this rank alone; `backwards` gets the seconds of each backward."""
+    """Runs micro-steps and a step on this rank alone; adds the seconds of each backward to `backwards`."""
     net = network()
     optimizer = SGD(net.parameters(), lr=LR)
 
@@ -242,7 +242,7 @@ class Turn(NamedTuple):
 
 
 def take_turns(loops: dict[str, Loop], batches: list[Batch], rounds: int) -> dict[str, list[Turn]]:
-    """Each loop's update in each round, on this rank; every other round goes backwards, and one more warms up."""
+    """Times each loop's update in each round, on this rank; every other round is in reverse order, after a warm-up."""
     taken: dict[str, list[Turn]] = {name: [] for name in loops}
     order = list(loops.items())
     for turn in range(-1, rounds):
@@ -251,7 +251,7 @@ def take_turns(loops: dict[str, Loop], batches: list[Batch], rounds: int) -> dic
             sent, began = int(SENT.read_text()), time.perf_counter()
             loop.run(batches)
             seconds = time.perf_counter() - began
-            dist.barrier()  # what the other has received by now has left this one's queue
+            dist.barrier()  # by now, all bytes that the other rank received have left this one's queue
             if turn >= 0:
                 taken[name].append(Turn(seconds, int(SENT.read_text()) - sent))
     return taken
@@ -261,7 +261,7 @@ def take_turns(loops: dict[str, Loop], batches: list[Batch], rounds: int) -> dic
 
 
 def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each, and one for the micro-steps alone."""
+    """Measures a row for each contender, and one for the micro-steps alone."""
     names = list(dict.fromkeys([COMPUTE, str(BY_HAND), *map(str, chosen)]))
     with two_nodes(options.rate) as nodes:
         passed = ["--steps", str(options.steps), "--rounds", str(options.rounds), "--here", *names]
@@ -284,13 +284,13 @@ def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[di
 
 
 def reference_of(name: str) -> str | None:
-    """The loop without another library on the same wrapper."""
+    """The name of the loop on the same wrapper without an extra library."""
     one = next((one for one in CHOSEN if str(one) == name), None)
     return None if one is None else f"{one.engine}, {one.reference}"
 
 
 def limits(rows: list[dict[str, Any]], rate: str) -> dict[str, float]:
-    """Seconds that an update with one all-reduce of the gradients takes at least, from measured parts."""
+    """Lower bounds, in seconds, of an update with one all-reduce of the gradients, from measured parts."""
     alone = next(row for row in rows if row["name"] == COMPUTE)
     compute, wire = statistics.median(alone["seconds"]), 8 * gradient_bytes() / (bits(rate) * PAYLOAD)
     overlapped = compute + wire - min(alone["backward"], wire)
@@ -347,7 +347,7 @@ def notes(options: argparse.Namespace) -> list[str]:
 
 
 def chosen_by(parts: Sequence[str]) -> list[Contender]:
-    """The contenders whose name has one of the parts, and the loops that they are compared with."""
+    """Contenders whose name contains one of the parts, and the loops that they are compared with."""
     every = CHOSEN
     for part in parts:
         if not any(part in str(one) for one in every):
@@ -365,7 +365,7 @@ def main() -> int:
     parser.hidden("--here", nargs="+")
     options = parser.parse_args()
     if options.here:
-        with redirect_stdout(sys.stderr):  # what DeepSpeed says
+        with redirect_stdout(sys.stderr):  # output of DeepSpeed
             found = measure_here(options.here, options.steps, options.rounds)
         if found is not None:
             print(json.dumps(found), flush=True)

@@ -1,6 +1,6 @@
-"""Accelerate: `accumulate`, and the recipe for token means, both of its page *Performing gradient accumulation*.
+"""Accelerate: `accumulate`, and the recipe for token means, both from its page *Performing gradient accumulation*.
 
-Its prepared loader repeats samples (`even_batches`); without that, ranks that run out wait for each other.
+Its prepared loader repeats samples (`even_batches`); otherwise ranks would wait for those that run out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RECIPE = Library("Accelerate, its token recipe", ("accelerate",))
 
 
 def accelerator_of(task: Task, **options: Any) -> Any:
-    """Makes an Accelerator as in a fresh process: its state lives as long as the process."""
+    """Makes an Accelerator as in a fresh process; its state otherwise lives as long as the process."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -27,7 +27,7 @@ def accelerator_of(task: Task, **options: Any) -> Any:
 def prepared(task: Task) -> tuple[Any, Any, Any, Any, Seen]:
     from accelerate.utils import DataLoaderConfiguration
 
-    # Its default lets no rank run out; see the recipes.
+    # By default no rank runs out; see the recipes.
     config = DataLoaderConfiguration(even_batches=task.case.key != "uneven")
     accelerator = accelerator_of(task, dataloader_config=config)
     optimizer = task.sgd()

@@ -1,6 +1,6 @@
-"""The loop that people write, and torch's own means: DDP's `no_sync` and `Join`, `torch.amp.GradScaler`.
+"""The loop that people write, with torch's own tools: DDP's `no_sync` and `Join`, `torch.amp.GradScaler`.
 
-The scaler's loop is that of torch's page *Automatic Mixed Precision examples* for several optimizers.
+The scaler's loop is from torch's page *Automatic Mixed Precision examples*, for several optimizers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def usual(
     backward: Callable[[Tensor], object] = Tensor.backward,
     apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """`apart` is the context in which nothing is reduced."""
+    """Runs the usual loop; `apart` is a context in which nothing is reduced."""
     batches = list(batches)
     update = 0
     for i, batch in enumerate(batches):
@@ -83,5 +83,5 @@ def joined(task: Task) -> Outcome:
     seen = Seen(task.net).after(optimizer)
     with model.join():
         usual(task, model, optimizer, task.mine)
-    seen.take()  # a rank that ended first was given the others' weights
+    seen.take()  # a rank that ended first got the others' weights
     return Outcome(seen.weights)

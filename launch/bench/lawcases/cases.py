@@ -12,23 +12,23 @@ from torch.nn.functional import cross_entropy, normalize
 
 Batch = dict[str, Tensor]
 TOKENS = 6  # in a row
-SCALE = 2.0**16  # of the GradScaler at its start
+SCALE = 2.0**16  # the GradScaler's initial scale
 
 
 @dataclass(frozen=True)
 class Case:
-    """`lengths[window][rank]` micro-batches; the loader's micro-batches go to the ranks in turns."""
+    """A case with `lengths[window][rank]` micro-batches; the loader's micro-batches go to the ranks in turns."""
 
     key: str
     title: str
     about: str
     lengths: tuple[tuple[int, ...], ...]
     kind: str = "samples"
-    sizes: tuple[int, ...] = ()  # of the loader's micro-batches; 4 each where none are given
-    kept: tuple[int, ...] = ()  # labels of each that are not ignored
+    sizes: tuple[int, ...] = ()  # of the loader's micro-batches; 4 each by default
+    kept: tuple[int, ...] = ()  # labels of each micro-batch that are not ignored
     skipped: tuple[int, ...] = ()  # windows that must not change a weight
     dtype: torch.dtype = torch.float64
-    also: tuple[str, float | bool] | None = None  # what else must come out
+    also: tuple[str, float | bool] | None = None  # name and value of another result that must be right
 
     @property
     def world(self) -> int:
@@ -38,7 +38,7 @@ class Case:
         return max(self.lengths[min(update, len(self.lengths) - 1)])
 
     def owners(self) -> list[tuple[int, int]]:
-        """Window and rank of each of the loader's micro-batches."""
+        """The window and rank of each of the loader's micro-batches."""
         of_rank = [[w for w, length in enumerate(self.lengths) for _ in range(length[r])] for r in range(self.world)]
         turns = max(len(windows) for windows in of_rank)
         return [(of_rank[r][t], r) for t in range(turns) for r in range(self.world) if t < len(of_rank[r])]
@@ -145,7 +145,7 @@ class Net(nn.Module):
 
 
 class Routed(Net):
-    """A net with a router, whose loss is a number for each sample."""
+    """A net with a router, which gives a loss for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Routed(Net):
 
 
 class Two(nn.Module):
-    """Two models with an optimizer each. Elementwise, which autocast leaves in float32."""
+    """Two models with an optimizer each; they work elementwise, since autocast leaves that in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Two(nn.Module):
 
 
 class Clip(nn.Module):
-    """Towers of queries and of documents to the unit sphere, with a temperature."""
+    """Towers that map queries and documents to the unit sphere, with a temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ NETS: dict[str, type[nn.Module]] = {"samples": Net, "tokens": Net, "aux": Routed
 
 
 def criterion(kind: str, outputs: Any, batch: Batch) -> Tensor:
-    """One call of it, whatever the number of samples."""
+    """Calls the criterion once, on any number of samples."""
     if kind == "two":
         return (outputs[0] + outputs[1] * batch["factor"]).mean()
     if kind == "clip":
@@ -209,7 +209,7 @@ def net_of(case: Case) -> nn.Module:
 
 
 def micro_batches(case: Case) -> list[Batch]:
-    """All that the loader gives, to all ranks."""
+    """All micro-batches of the loader, for all ranks."""
     torch.manual_seed(2)
     found = []
     for i, (window, _) in enumerate(case.owners()):

@@ -1,4 +1,4 @@
-"""DeepSpeed: `engine.backward` and `engine.step` in each micro-step, as its page *Getting Started* has it."""
+"""DeepSpeed: `engine.backward` and `engine.step` in each micro-step, as on its page *Getting Started*."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def engine_of(task: Task, stage: int) -> Any:
     os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(task.world), "LOCAL_RANK": str(task.rank)})
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it is compiled first
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     config = {
@@ -46,7 +46,7 @@ def single(batch: Batch) -> Batch:
 
 
 def inputs(task: Task) -> list[Batch]:
-    """It computes in float32 at most."""
+    """The micro-batches in float32, the widest dtype that DeepSpeed computes in."""
     task.net.float()
     return [single(batch) for batch in task.mine]
 

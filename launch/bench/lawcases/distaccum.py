@@ -1,4 +1,4 @@
-"""This library: on a plain module, and under DDP where there are two ranks."""
+"""This library: on a plain module, and under DDP on two ranks."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def pairs(task: Task) -> Outcome:
     seen = Seen(task.net).after(optimizer)
     accumulator = Accumulator(model, optimizer, micro_batch_size=4)
     batch = {name: torch.cat([one[name] for one in task.mine]) for name in ("x", "y")}
-    scale = task.net.logit_scale  # no representation of a sample
+    scale = task.net.logit_scale  # not a representation of samples
     accumulator.contrast(batch, lambda part: model(part)[:2], lambda *both: clip_loss(*both, scale.exp()))
     return Outcome(seen.weights)

@@ -1,6 +1,6 @@
-"""Lightning Fabric: the loop of its page *Efficient Gradient Accumulation*.
+"""Lightning Fabric: the loop on its page *Efficient Gradient Accumulation*.
 
-The user divides the loss and says where a window ends.
+The user divides the loss and determines where a window ends.
 """
 
 from __future__ import annotations

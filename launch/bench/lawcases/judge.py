@@ -1,4 +1,4 @@
-"""The judgement: each window's gradient against one call of the criterion on all of its samples, by plain torch."""
+"""The judge: compares each window's gradient with one call of the criterion on all its samples, in plain torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 @dataclass
 class Verdict:
     verdict: str  # exact, wrong, absent, error, hangs, not installed
-    error: float | None = None  # of the worst window's gradient, relative
+    error: float | None = None  # relative, of the worst window's gradient
     note: str = ""
-    updates: tuple[int, int] | None = None  # made, and due, where they differ
+    updates: tuple[int, int] | None = None  # made and due, if they differ
 
 
 def exact_change(case: Case, window: int, at: Tensor) -> Tensor:
-    """The gradient of one call on all samples, by plain torch in float64."""
+    """The gradient of one call on all samples, in plain torch and float64."""
     net = net_of(case).double()
     nn.utils.vector_to_parameters(at.double(), net.parameters())
     owned = [b for b, (w, _) in zip(micro_batches(case), case.owners(), strict=True) if w == window]
@@ -34,7 +34,7 @@ def exact_change(case: Case, window: int, at: Tensor) -> Tensor:
 
 
 def judge(case: Case, outcomes: list[Outcome], dtype: torch.dtype) -> Verdict:
-    """Each window from the library's own weights before it, so that no window pays for an earlier one."""
+    """Judges each window from the library's own weights before it, so no window pays for an earlier one."""
     first = outcomes[0]
     apart = not all(same(one.weights[-1], first.weights[-1]) for one in outcomes)
     weights = [first.weights[0]]

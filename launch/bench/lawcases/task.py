@@ -1,4 +1,4 @@
-"""Tasks, outcomes, and a library's cells: its documented way through each case."""
+"""Tasks, outcomes, and a library's cells: its documented solution of each case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cases import CASES, Batch, Case, criterion, inputs, micro_batches, net_of
 
 
 class Listed(BatchSampler):
-    """A loader's micro-batches, where their sizes are known before."""
+    """A loader's micro-batches, of sizes known in advance."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(SequentialSampler(range(sum(sizes))), max(sizes), drop_last=False)
@@ -32,7 +32,7 @@ class Listed(BatchSampler):
 
 
 class Task:
-    """The net and the data that a library gets on a rank."""
+    """The net and the data that a library gets on one rank."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.world = case, rank, case.world
@@ -46,21 +46,21 @@ class Task:
         return DataLoader(rows, batch_sampler=Listed([len(batch["x"]) for batch in self._all]))
 
     def my_loader(self) -> DataLoader[Batch]:
-        """This rank's micro-batches as they are."""
+        """A loader of this rank's micro-batches, unchanged."""
         return DataLoader(self.mine, batch_size=None)
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return criterion(self.case.kind, model(inputs(self.case.kind, batch)), batch)
 
     def sgd(self, parameters: Any = None) -> SGD:
-        """The change of the weights is the gradient; with momentum a second step shows, even one by zeros."""
+        """SGD whose change of the weights is the gradient; with momentum even a second step by zeros shows."""
         momentum = 0.9 if self.case.key == "zero" else 0.0
         return SGD(self.net.parameters() if parameters is None else parameters, lr=1.0, momentum=momentum)
 
 
 @dataclass
 class Seen:
-    """All weights at the start and after each step."""
+    """Records all weights at the start and after each step."""
 
     module: nn.Module
     weights: list[Tensor] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Seen:
         self.take()
 
     def after(self, *optimizers: Optimizer) -> Seen:
-        """After each step of the last of them."""
+        """Records after each step of the last of these optimizers."""
         optimizers[-1].register_step_post_hook(self.take)
         return self
 
@@ -84,21 +84,21 @@ class Outcome:
 
 
 Way = Callable[[Task], Outcome]
-WEIGHTS = frozenset({"tokens", "tokens2", "zero", "aux"})  # denominators of one's own
+WEIGHTS = frozenset({"tokens", "tokens2", "zero", "aux"})  # cases with their own denominators
 
 
 @dataclass
 class Library:
-    """`packages` must be there; `dtype` is what it computes in where the case does not say.
+    """A library that needs `packages`, and computes in `dtype` if the case does not say.
 
-    It has no feature for the cases in `lacks`: what its ordinary use gives is shown, and is no fault of it.
+    It has no feature for the cases in `lacks`: the result of its ordinary use is shown, but does not count as wrong.
     """
 
     name: str
     packages: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
     cells: dict[str, Way] = field(default_factory=dict)
-    absent: set[str] = field(default_factory=set)  # no feature and no recipe; else the case is not what it is for
+    absent: set[str] = field(default_factory=set)  # no feature and no recipe; other cases are outside its purpose
     lacks: frozenset[str] = frozenset()
 
     def cell(self, *keys: str) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ TRANSFORMERS = Library("transformers Trainer", ("transformers", "accelerate"), l
 
 
 class Model(nn.Module):
-    """A model as transformers calls it: inputs by name."""
+    """A model with the interface that transformers expects: inputs by name."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 class ModelWithRouter(Model):
-    """A model with its own loss, like those with experts: the router's is added as it is."""
+    """A model with its own loss, like models with experts: it adds the router's loss unchanged."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
         logits, router = self.net(x)
