@@ -26,7 +26,7 @@ Loss = Tensor | float  # as recorded: a plain number if it is on the host, where
 class Losses:
     """Gives each loss its share as the seed of backward, so that no factor enters the graph.
 
-    Each backward gets a new seed, because a hook on the loss may write to it, and the scaler's scale changes.
+    On the host, a window uses a seed again, unless it no longer has its value: a hook on a loss may write to it.
     """
 
     def __init__(
@@ -38,6 +38,8 @@ class Losses:
         self._scales = job.scales_seeds  # otherwise an adapter's backward multiplies by the scaler's scale
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         self._terms: list[tuple[int, str, float, Loss]] = []  # micro-batch, name, share, loss
+        self._shares: dict[Counts, float] = {}  # where there is one loss
+        self._seeds: dict[float, tuple[Tensor, Any]] = {}  # by share; with their values, which are rounded
         self._given: set[str] = set()  # names that had a loss in this micro-batch
         # For contrast(): the loss over all pairs, the same on all ranks, with the fraction that this rank adds to the
         # record; and the largest representation of each micro-batch.
@@ -49,7 +51,10 @@ class Losses:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns the losses of `micro` (None: of a stand-in, whose share is 0) and their seeds for a backward."""
         if not named and not self.has_several:
-            one, seed = self._weigh(micro, self._names[0], loss, self._share(0, counts) or 0.0)
+            share = self._shares.get(counts)
+            if share is None:
+                share = self._shares[counts] = self._share(0, counts) or 0.0
+            one, seed = self._weigh(micro, self._names[0], loss, share)
             return (one,), (seed,)
         given = self._by_name(loss, named)
         self._given.update(given)
@@ -106,7 +111,11 @@ class Losses:
             # The record keeps its own copy, since the caller may change the loss in place, or in a hook.
             own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
             self._terms.append((micro.number, name, share, own))
-        seed = loss.new_full((), share)
+        seed, value = self._seeds.get(share, (loss, None))
+        if value is None or number_of(seed) != value or seed.dtype is not loss.dtype or not loss.is_cpu:
+            seed = loss.new_full((), share)
+            if loss.is_cpu:
+                self._seeds[share] = seed, number_of(seed)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
     def _look_at_rounding(self, dtype: torch.dtype, share: float) -> None:

@@ -90,11 +90,13 @@ class Peers:
         plan of any kind, by any Accumulator on these ranks: then all ranks read the same rows in the same order.
         """
         self._settle_standing()
-        owed = _OWED[self._plans or self] = Owed(update, width)
+        owed = Owed(update, width)
+        if self._plans is not None:
+            _OWED[self._plans] = owed
         return owed
 
     def _settle_standing(self) -> None:
-        if (standing := _OWED.get(self._plans or self)) is not None:
+        if self._plans is not None and (standing := _OWED.get(self._plans)) is not None:
             self.settle(standing)
 
     def pay(self, owed: Owed, row: Sequence[float]) -> None:
@@ -104,8 +106,8 @@ class Peers:
         """The rows of all ranks, or None if some rank did not pay: then all ranks plan anew."""
         if owed.wait is None:
             self.pay(owed, [ABANDONED] * owed.width)
-        if _OWED.get(self._plans or self) is owed:
-            del _OWED[self._plans or self]
+        if self._plans is not None and _OWED.get(self._plans) is owed:
+            del _OWED[self._plans]
         assert owed.wait is not None
         rows = owed.wait()
         return None if any(row[0] == ABANDONED for row in rows) else rows
@@ -212,7 +214,7 @@ def _end() -> None:
             work.wait(PATIENCE)
 
 
-_OWED: weakref.WeakKeyDictionary[Any, Owed] = weakref.WeakKeyDictionary()  # by group for plans, or Peers without one
+_OWED: weakref.WeakKeyDictionary[dist.ProcessGroup, Owed] = weakref.WeakKeyDictionary()  # by group for plans
 # By process group, so that Accumulators share them: each group holds sockets and threads.
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
