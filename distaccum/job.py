@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from operator import attrgetter
 from operator import is_ as is_same
 from typing import Any, final
 
@@ -17,13 +16,13 @@ from .adapter import Prepared, adapters_for, is_there
 from .batchnorm import batchnorms
 from .cutting import count_samples
 from .engines import Engine, choose_engine
+from .engines.base import STANDING
 from .law import Once
 from .norms import unique
 from .options import Config, as_list
 from .private import has_step_hooks, is_view, version_of
 from .scaling import has_unscaled
 
-GRADIENT_OF: Callable[[Any], Tensor | None] = attrgetter("grad")
 MOST_SKIPS = 50  # in a row
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
 Hooks = Mapping[str, Sequence[Callable[..., Any]]]  # methods of extensions, by event
@@ -217,7 +216,7 @@ class Tamper:
     def look(self) -> None:
         """Remembers what gradients look like after a backward."""
         holders: Sequence[Any] = self._engine.holders(self._own)
-        self._holders, self._seen = holders, list(map(GRADIENT_OF, holders))
+        self._holders, self._seen = holders, list(map(STANDING, holders))
         self._versions = _versions_of(self._seen)
 
     def differs(self) -> bool:
@@ -227,10 +226,10 @@ class Tamper:
         scaler = self._job.scaler
         if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # a write that no version counts
             return True
-        if all(map(is_same, map(GRADIENT_OF, holders), seen)):
+        if all(map(is_same, map(STANDING, holders), seen)):
             return _versions_of(seen) != versions
         # DDP lays its buckets out anew in the forward after its first reduction, and moves gradients into them.
-        now = list(map(GRADIENT_OF, holders))
+        now = list(map(STANDING, holders))
         pairs = zip(now, seen, _versions_of(now), versions, strict=True)
         return any(
             version != before if one is other else one is None or other is None or not is_view(one)
