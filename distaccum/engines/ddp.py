@@ -60,6 +60,8 @@ class DDPEngine(Engine):
         self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
         self.alike = {id(parameter) for parameter in self._own}
+        named = [pair for wrapper in self.wrappers for pair in wrapper.named_parameters()]
+        self._left_out = [(name, parameter) for name, parameter in named if id(parameter) not in self.alike]
         self._inside = {id(parameter) for parameter in self.parameters()}  # the models
         if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
             self.hides_norm = "over tensor-parallel modules, whose parts it shows as plain tensors"
@@ -90,7 +92,7 @@ class DDPEngine(Engine):
 
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
-            _refuse_changes(wrapper, reduced)
+            _refuse_changes(wrapper, reduced, self._left_out)
         if plan.uneven:
             super().check(plan)
         if self._graph_is_torn:
@@ -287,19 +289,19 @@ def _stamp(parameter: nn.Parameter) -> Stamp:
     return gradient, -1 if gradient is None else version_of(gradient)
 
 
-def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Parameter]) -> None:
-    """Raises if parameters were frozen, unfrozen or added since DDP wrapped the model."""
+def _refuse_changes(
+    wrapper: DistributedDataParallel, reduced: dict[str, nn.Parameter], left_out: list[tuple[str, nn.Parameter]]
+) -> None:
+    """Raises if parameters were frozen or unfrozen since DDP wrapped the model; one added since is averaged by hand."""
     frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
     if frozen and not wrapper.find_unused_parameters:
         raise DistaccumError(
             f"{shorten(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and leaves "
             "ranks apart; freeze first and wrap then, or pass find_unused_parameters=True to DDP"
         )
-    if sum(p.requires_grad for p in wrapper.parameters()) > len(reduced) - len(frozen):
-        known = {id(parameter) for parameter in reduced.values()}
-        left_out = [n for n, p in wrapper.named_parameters() if p.requires_grad and id(p) not in known]
+    if trained := [name for name, parameter in left_out if parameter.requires_grad]:
         raise DistaccumError(
-            f"{shorten(left_out)} is trained but was frozen or absent when DDP wrapped the model, or is in "
+            f"{shorten(trained)} is trained but was frozen or absent when DDP wrapped the model, or is in "
             "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside of "
             "the wrapped module (it is then averaged over ranks)"
         )
