@@ -91,7 +91,7 @@ def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
     if name in BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
         kept = target != given.get("ignore_index", -100)
         weight = given.get("weight")
-        return (kept.sum() if weight is None else (weight[target.clamp(min=0)] * kept).sum()), rows
+        return (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum()), rows
     if name in BY_CLASS:  # probabilities
         return first.numel() // (first.shape[1] if first.ndim > 1 else first.shape[0]), rows
     if name == "ctc_loss":

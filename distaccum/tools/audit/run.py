@@ -61,4 +61,4 @@ def _prepare(given: Any) -> CodeType:
         sys.path.insert(0, str(Path(path).resolve().parent))
     main.__file__, sys.argv[:] = path, [path, *given.launcher, *given.arguments]
     sys.modules["__main__"] = main
-    return compile(Path(path).read_bytes(), str(Path(path).resolve()), "exec")
+    return compile(Path(path).read_bytes(), str(Path(path).resolve()), "exec", dont_inherit=True)
