@@ -146,7 +146,7 @@ class Given:
     rate: float
 model = language_model()
 adam = torch.optim.Adam(model.parameters())
-print(__name__, sys.argv[1:], sys.path[0] == __file__.rpartition("/")[0], Given.__annotations__, flush=True)
+print(__name__, sys.argv[1:], sys.path[0] == __file__.rpartition("/")[0], Given.__annotations__["rate"](3), flush=True)
 for rows, labels in texts(12):
     cross_entropy(model(rows).flatten(0, 1), labels.flatten()).backward()
     adam.step()
@@ -167,7 +167,7 @@ def test_script_runs_as_itself_with_the_same_weights(programs, script):
     alone = programs.start(str(script), "3", cwd=script.parent).wait()
     weights, numbers = torch.load(script.parent / "weights.pt")
     audited = programs.start("distaccum", "audit", script, "3", cwd=script.parent, own_stderr=True).wait()
-    assert alone.status == audited.status == 3 and audited.text == alone.text == "__main__ ['3'] True {'rate': <class 'float'>}\n"
+    assert alone.status == audited.status == 3 and audited.text == alone.text == "__main__ ['3'] True 3.0\n"
     again, drawn = torch.load(script.parent / "weights.pt")
     assert all(map(torch.equal, weights, again)) and torch.equal(numbers, drawn)
     assert audited.errors.startswith("audit: right in all that was seen of 6 updates")
