@@ -41,13 +41,13 @@ def is_seen(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and math.prod(parameter.shape[parameter.ndim > 1 :]) <= LONGEST
 
 
-@torch.no_grad()
 def project(gradient: Any, whole: Sequence[int] | None = None, starts: Sequence[int] = ()) -> Tensor:
     """`NUM` projections <r, gradient>; each r is the product of a column and a row, so that none is as large.
 
     Of a block of a gradient, `whole` is the shape of all, and `starts` are where it begins along each dimension. In
     float64, a piece at a time: neither autocast nor a setting of matrix products makes it less precise.
     """
+    gradient = gradient.detach()
     whole = tuple(whole or gradient.shape)
     starts = tuple(starts) or (0,) * len(whole)
     if len(whole) < 2:  # a vector is a column
@@ -59,10 +59,10 @@ def project(gradient: Any, whole: Sequence[int] | None = None, starts: Sequence[
     matrix = gradient.flatten(1)
     num = max(1, PIECE // max(1, matrix.shape[1]))
     # A factor of its own for each: of a gradient of low rank, one for all might see nothing but its rounding.
-    along = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+    along = rows.new_zeros(rows.shape)
     for i in range(0, len(matrix), num):
         along.addmm_(columns[:, i : i + num], widest(matrix[i : i + num]))
-    return (along * rows).sum(1)
+    return along.mul_(rows).sum(1)
 
 
 @lru_cache(maxsize=512)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, final
 
@@ -45,6 +45,7 @@ class Ledger:
         self.receiving: Receipts | None = None  # of the backward at work
         self._places: dict[int, int] = {}  # by id
         self._roots: list[weakref.ref[nn.Module]] = []
+        self._known, self._trained = (0, 0), list[weakref.ref[nn.Module]]()
         self._hooks: dict[int, Any] = {}
 
     def place(self, parameter: Any) -> int:
@@ -65,11 +66,13 @@ class Ledger:
     def roots(self) -> list[nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
 
-    def trained_roots(self) -> Iterator[nn.Module]:
-        """Yields modules with parameters of an optimizer, so no averaged copy and no teacher."""
-        for root in self.roots()[:8]:
-            if any(self._places.get(id(parameter)) in self.owners for parameter in root.parameters()):
-                yield root
+    def trained_roots(self) -> list[nn.Module]:
+        """Modules with parameters of an optimizer, so no averaged copy and no teacher."""
+        if (known := (len(self._roots), len(self.owners))) != self._known:
+            every = ((root, (self._places.get(id(p)) for p in root.parameters())) for root in self.roots()[:8])
+            self._trained = [weakref.ref(root) for root, places in every if any(one in self.owners for one in places)]
+            self._known = known
+        return [root for ref in self._trained if (root := ref()) is not None]
 
     def name(self) -> None:
         """Names parameters while their modules live."""
@@ -136,9 +139,9 @@ class Ledger:
             if one is None or one.is_sparse or not is_seen(parameter):
                 continue
             if not hasattr(one, "to_local"):
-                found[place] = project(one.detach())
+                found[place] = project(one)
             elif (block := block_of(one)) is not None:
-                found[place] = project(one.to_local().detach(), one.shape, block.starts)
+                found[place] = project(one.to_local(), one.shape, block.starts)
         return found
 
 

@@ -380,18 +380,23 @@ def print_of(target: Any) -> Tensor | None:
     if not isinstance(target, Tensor) or not target.ndim:
         return None
     numbers = target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
-    ramp = torch.arange(numbers.numel(), device=target.device, dtype=torch.float32)
-    return ((ramp - (numbers.numel() - 1) / 2) * numbers).sum()
+    return (_ramp(numbers.numel(), target.device) * numbers).sum()
+
+
+@functools.lru_cache(maxsize=16)
+def _ramp(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device, dtype=torch.float32) - (length - 1) / 2
 
 
 def _heard(original: Any, hear: Callable[..., Any], is_first: bool = False) -> Any:
     """Calls `hear` with the function and its arguments in its place, or before it with these alone."""
+    first = quietly(hear) if is_first else None
 
     @functools.wraps(original)
     def around(*args: Any, **options: Any) -> Any:
-        if not is_first:
+        if first is None:
             return hear(original, *args, **options)
-        quietly(hear)(*args, **options)
+        first(*args, **options)
         return original(*args, **options)
 
     return around
