@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, final
@@ -61,21 +62,37 @@ def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
 def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """The random state of torch on the host and these devices, of `random`, and of numpy if it is loaded.
 
-    `known` is an earlier state, whose part for numpy is reused if it has not changed.
+    `known` is an earlier state, whose parts for Python and numpy are reused if they have not changed.
     """
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "devices": {}}
+    python = known.get("python")
+    if python is None or not _python_is_at(*python):
+        version, (*numbers, position), second = random.getstate()
+        python = version, array("I", [position, *numbers]).tobytes(), second
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python, "devices": {}}
     for device in devices:
         state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         found = known.get("numpy")
-        if found is None or not _is_unchanged(numpy, *found):
+        if found is None or not _numpy_is_at(numpy, *found):
             kind, keys, *rest = numpy.random.get_state()
             found = (kind, keys.tobytes(), *rest)
         state["numpy"] = found
     return state
 
 
-def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal: int, _: float) -> bool:
+def _python_is_at(_: int, memory: bytes, second: float | None) -> bool:
+    """Tells whether Python's state is still this one, without `getstate`, which takes as long as 10 of torch's.
+
+    CPython's generator holds its position and its numbers behind an object's usual head (torch needs CPython, too). If
+    it did not, the memory would differ from a state that `getstate` gave, and this would be False.
+    """
+    generator: Any = getattr(random.getstate, "__self__", None)
+    if type(generator) is not random.Random or vars(generator)["gauss_next"] != second:
+        return False
+    return ctypes.string_at(id(generator) + object.__basicsize__, len(memory)) == memory
+
+
+def _numpy_is_at(numpy: Any, kind: str, keys: bytes, position: int, has_normal: int, _: float) -> bool:
     """Tells whether numpy's state is still this one, without `get_state`, which takes as long as 40 of torch's.
 
     If numpy holds a second normal number ready (`has_normal`), drawing it leaves no trace in the compared memory.
@@ -89,7 +106,9 @@ def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+    version, memory, second = state["python"]
+    position, *words = array("I", memory)
+    random.setstate((version, (*words, position), second))
     for device, of_device in state["devices"].items():
         torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
