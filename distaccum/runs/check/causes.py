@@ -95,7 +95,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
             "'sum' or 'sum_to_mean', or let it average"
         )
     for what, cure, numbers in _denominators(parts, sizes):
-        if fits(numbers):
+        if (numbers != counts or not is_mean) and fits(numbers):
             averages = f"the criterion{of_name} averages over {what}"
             if is_mean:
                 return f"count: {averages}, and count gave {gave}; {cure}"
