@@ -149,6 +149,12 @@ def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
     return change(item) if isinstance(item, Tensor) else rebuilt(item, lambda child, _: map_tensors(child, change))
 
 
+def fresh(item: Any) -> Any:
+    """New dicts and lists around the same tensors, so that a loop may take entries out, as `batch.pop("y")` does."""
+    is_container = isinstance(item, MutableMapping) or type(item) in (list, tuple)
+    return rebuilt(item, lambda child, _: fresh(child)) if is_container else item
+
+
 def is_array(item: Any) -> TypeGuard[Any]:
     """Tells whether this is a tensor, or looks like one (numpy)."""
     return isinstance(item, Tensor) or (hasattr(item, "shape") and hasattr(item, "__getitem__"))

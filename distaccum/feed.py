@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_entries, refuse_to_wait, tensors_in
+from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_entries, fresh, refuse_to_wait, tensors_in
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
 from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, whole_number
 from .private import own_version_of
@@ -385,7 +385,8 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * len(counts_of),
     )
     try:
-        substitute = replace((full or micros)[-1]) if micros and engine.lockstep else None  # a copy keeps its batch
+        last = (full or micros)[-1] if micros and engine.lockstep else None
+        substitute = last and replace(last, batch=fresh(last.batch))  # the loop takes the other
         return Draw(report, micros, substitute, error)
     finally:
         del error, batches  # otherwise this frame and the error's traceback would keep each other, and what was drawn

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
-from .cutting import Batch
+from .cutting import Batch, fresh
 from .engines.base import look_at
 from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
@@ -129,7 +129,7 @@ class Window(Generic[Batch]):
                     self.at_work, self.counts_here = None, self.substitute.counts
                     self._engine.stand_in()
                     with guard.untouched_statistics([module for _, module in self._job.batchnorms]):
-                        yield self.substitute.batch
+                        yield fresh(self.substitute.batch)
                 else:
                     self.at_work = self.micros[micro_step]
                     self.counts_here = self.at_work.counts

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cutting import Batch, Columns
+from ..cutting import Batch, Columns, fresh
 from ..feed import cut_up
 from ..job import Job, Manner
 from ..law import DistaccumError, in_short, ranks_where
@@ -123,7 +123,8 @@ class Contrast:
         """This rank's representations, by micro-batch."""
         stand_ins = [window.substitute] * (window.num_micro_steps - len(window))
         with torch.no_grad():
-            encoded = [_tensors_of(self.encode(one.batch)) for one in (*window.micros, *stand_ins) if one is not None]
+            batches = (fresh(one.batch) for one in (*window.micros, *stand_ins) if one is not None)
+            encoded = [_tensors_of(self.encode(batch)) for batch in batches]
         del encoded[len(window) :]
         torch.clear_autocast_cache()  # torch 2.9 would reuse weights that it cast without a graph
         self.job.engine.show_parameters()

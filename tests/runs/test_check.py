@@ -81,7 +81,7 @@ def of_tokens(model: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
 
 
 def shifted(model: nn.Module, batch: Batch) -> Tensor:
-    return cross_entropy(model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    return cross_entropy(model(batch.pop("x"))[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def in_float32(model: nn.Module, batch: Batch) -> Tensor:

@@ -65,7 +65,7 @@ def siglip(model: Towers, images: Tensor, texts: Tensor) -> Tensor:
 
 def encoded(model: nn.Module, batch: Pair) -> Tensor:
     """By a net that has no parameter which only the loss uses: some wrappers hide parameters outside of forward."""
-    return normalize(model(batch["text"]), dim=1)
+    return normalize(model(batch.pop("text")), dim=1)
 
 
 def alike(model: nn.Module, images: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ class Run:
 
         def run(micro_batch: Batch) -> None:
             assert window.stand_in == (next(turns) >= len(window))
-            window.backward(loss_fn(self.model, micro_batch, how))
+            window.backward(loss_fn(self.model, {name: micro_batch.pop(name) for name in [*micro_batch]}, how))
             also()
 
         plain, whole = make_net().double(), everything(layout[: self.world], index, self.kind.dtype)

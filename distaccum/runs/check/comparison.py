@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...batchnorm import KINDS
-from ...cutting import Columns, count_samples, cut_batch, map_tensors
+from ...cutting import Columns, count_samples, cut_batch, fresh, map_tensors
 from ...feed import Batches, Make, cut_up
 from ...feeding.joining import join_batches
 from ...job import Manner
@@ -54,7 +54,7 @@ class Comparison:
         self.notes: list[str] = []
         self.dtype = min({p.dtype for p in self.parameters}, key=_bits)
         self.narrowest = self.dtype  # dtype in backward; many models take a softmax or a norm in float32
-        self._cast: Callable[[Any], Any] = lambda batch: batch
+        self._cast: Callable[[Any], Any] = fresh
         self.modules = list({id(m): (n, m) for model in self.models for n, m in model.named_modules()}.values())
 
     def _of_all_ranks(self) -> tuple[Any, int]:
