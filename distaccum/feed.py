@@ -38,7 +38,8 @@ class Batches:
 
 
 Make = Callable[[int], Batches]  # by the update's index
-Position = tuple[Any, int]  # of a loader: its state_dict(), and the number of items that it has yielded since
+Position = tuple[Any, int]  # of a loader: its state_dict(), and the number of items that it has yielded since, or
+START = -1  # if it had yet to yield the first of a pass: its state may still be that of an earlier pass's end
 Pace = Callable[[int, int], None]  # draws part of the next window, given a micro-step and the number of them
 
 
@@ -213,7 +214,8 @@ class Reader:
         self._iterator: Iterator[Any] | None = None
         self._drawn: list[Any] = []
         self._position = position  # before the first of these items
-        self._is_fresh = True
+        self._is_fresh = True  # it has drawn nothing
+        self._was_at_start = position is not None and position[1] == START
         self._first: tuple[Any, list[Look]] | None = None  # the first item and how it looked, until settle_reuse()
         self._error: Exception | None = None  # which the loader raised after these items
         self._has_ended = False
@@ -228,11 +230,15 @@ class Reader:
                 # Never called again after the end: some loaders then start over, others do on their next iter().
                 self._drawn.append(next(iterator))
             except StopIteration:
-                self._has_ended = True
+                self._has_ended = not self._was_at_start
+                if self._was_at_start:
+                    self._was_at_start, self._iterator = False, iter(self._loader)
+                    iterator = self._iterator
             except Exception as error:  # raised on all ranks when its window is requested
                 self._error = error
             if self._is_fresh and self._drawn:
-                self._first, self._is_fresh = (self._drawn[0], _look_at(self._drawn[0])), False
+                self._first = self._drawn[0], _look_at(self._drawn[0])
+                self._is_fresh = self._was_at_start = False
         return len(self._drawn) >= num
 
     def peek(self, num: int) -> tuple[list[Any], bool]:
@@ -267,7 +273,7 @@ class Reader:
         before, used = self._position, min(num, len(self._drawn))
         del self._drawn[:used]
         if before is not None:
-            self._position = before[0], before[1] + used
+            self._position = before[0], max(before[1], 0) + used
         return before
 
     def drop(self, num: int) -> None:
@@ -279,9 +285,10 @@ class Reader:
 
     def position(self) -> Position | None:
         """The loader's position before the first unused item, or at its end; None if it is unknown."""
-        if self._drawn or self._has_ended or self._iterator is None or not self.tells_state:
+        is_known = self._drawn or self._has_ended or (self._is_fresh and self._position is not None)
+        if is_known or self._iterator is None or not self.tells_state:
             return self._position
-        return self._loader.state_dict(), 0
+        return self._loader.state_dict(), START if self._is_fresh else 0
 
     def leave(self) -> bool:
         """Releases the loader, since the caller left the loop; returns whether items of an iterator are kept."""

@@ -264,19 +264,19 @@ def test_state_is_not_loaded_in_a_loop_and_is_refused_where_the_caller_may_have_
 
 
 class Numbered:
-    """A stateful loader of the numbers from 1; each iter() begins anew unless a state was loaded."""
+    """A stateful loader of the numbers from 1; its place is that of a pass once the first item of it is drawn."""
 
     def __init__(self, length: int = 6, held: Any = None) -> None:
-        self.place, self.length, self.held, self.loaded = 0, length, held, False
+        self.place, self.length, self.held, self.loaded = 0, length, held, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place, "held": self.held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place, self.loaded = state["place"], True
+        self.loaded = state["place"]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        self.place, self.loaded = self.place if self.loaded else 0, False
+        self.place, self.loaded = self.loaded, 0
         while self.place < self.length:
             self.place += 1
             yield torch.full((1, 1), float(self.place))
@@ -395,6 +395,19 @@ def test_state_after_the_last_step_of_a_loop_does_not_begin_the_next_epoch(lengt
         window.step()
         state = accumulator.state_dict()
     assert rest_after(state, length) == []
+
+
+@pytest.mark.parametrize("kind", [Numbered, Stopping])
+def test_state_in_the_first_window_of_a_later_epoch_begins_that_epoch(kind):
+    (model, accumulator), loader = one_weight(), kind()
+    for window in accumulator.windows(loader):
+        consume(window, model)
+        window.step()
+    for _ in range(2):  # in this job, and in one that resumes and is killed in the same window
+        window = next(windows := accumulator.windows(loader))
+        state = accumulator.state_dict()
+        assert rest_after(state) == [1, 2, 3, 4, 5, 6]
+        (model, accumulator), loader = one_weight(state), kind()
 
 
 def test_loader_that_cannot_take_the_state_raises_a_warning():
