@@ -404,7 +404,8 @@ def test_state_in_the_first_window_of_a_later_epoch_begins_that_epoch(kind):
         consume(window, model)
         window.step()
     for _ in range(2):  # in this job, and in one that resumes and is killed in the same window
-        window = next(windows := accumulator.windows(loader))
+        windows = accumulator.windows(loader)
+        window = next(windows)
         state = accumulator.state_dict()
         assert rest_after(state) == [1, 2, 3, 4, 5, 6]
         (model, accumulator), loader = one_weight(state), kind()
