@@ -1,4 +1,4 @@
-"""Receipts of gradients: a few fixed random projections, as long for a gradient as for its shard or its sum."""
+"""Receipts of gradients: a few fixed random projections, which add up like the gradients and their shards."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from ..norms import local, names_of, widest
 from ..update import Update
 from ..window import Window
 
-NUM = 8  # projections per gradient: as many equations to find out what was added up
-LONGEST = 1 << 17  # numbers in a row, whose directions would otherwise take more memory than it
+NUM = 8  # projections per gradient: as many equations for a fit of what was added up
+LONGEST = 1 << 17  # numbers in a row; the directions of a longer one would take too much memory
 PIECE = 1 << 20  # numbers that are cast at once
-MOST = 16  # parameters of which ranks tell each other what each micro-batch gave
-FINE, COARSE = 2e-5, 5e-2  # relative errors that are none; where gradients add up in half precision
+MOST = 16  # wrong parameters of which ranks exchange what each micro-batch gave
+FINE, COARSE = 2e-5, 5e-2  # relative errors of rounding; in half precision
 HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 Given = dict[tuple[int, int], Tensor]  # receipts by two of rank, micro-batch and parameter
 
 
 @lru_cache(maxsize=512)
 def directions(length: int, side: int, device: torch.device) -> Tensor:
-    """Fixed random numbers, the same in every process; drawn from a generator of their own, on the host."""
+    """Fixed random numbers, alike in every process, from a generator of their own on the host."""
     generator = torch.Generator(device="cpu").manual_seed(0x5EED + 7 * length + side)
     drawn = torch.randn(length, NUM, generator=generator, **HOST)
     return widest(drawn.to(device, torch.float32 if device.type == "mps" else None))
 
 
 def is_seen(parameter: Tensor) -> bool:
-    """True for a floating-point parameter whose directions are small beside it."""
+    """True for a floating-point parameter whose rows are not too long."""
     return parameter.is_floating_point() and math.prod(parameter.shape[parameter.ndim > 1 :]) <= LONGEST
 
 
 def project(gradient: Any, whole: Sequence[int] | None = None, starts: Sequence[int] = ()) -> Tensor:
-    """`NUM` projections <r, gradient>; each r is the product of a column and a row, so that none is as large.
+    """`NUM` projections <r, gradient>; each r is the product of a column and a row, so it needs little memory.
 
-    Of a block of a gradient, `whole` is the shape of all, and `starts` are where it begins along each dimension. In
-    float64, a piece at a time: neither autocast nor a setting of matrix products makes it less precise.
+    For a block of a gradient, `whole` is the shape of the whole, and `starts` says where the block begins in it. In
+    float64, a piece at a time; autocast and settings of matrix products do not make it less precise.
     """
     gradient = gradient.detach()
     whole = tuple(whole or gradient.shape)
@@ -58,7 +58,7 @@ def project(gradient: Any, whole: Sequence[int] | None = None, starts: Sequence[
         columns, gradient = columns[:, gradient.indices()[0]], gradient.values()
     matrix = gradient.flatten(1)
     num = max(1, PIECE // max(1, matrix.shape[1]))
-    # A factor of its own for each: of a gradient of low rank, one for all might see nothing but its rounding.
+    # Each projection has a row of its own: one for all might see only the rounding of a gradient of low rank.
     along = rows.new_zeros(rows.shape)
     for i in range(0, len(matrix), num):
         along.addmm_(columns[:, i : i + num], widest(matrix[i : i + num]))
@@ -69,7 +69,7 @@ def project(gradient: Any, whole: Sequence[int] | None = None, starts: Sequence[
 def _sides(
     whole: tuple[int, ...], starts: tuple[int, ...], shape: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The columns and the rows of all r, along a block."""
+    """The columns and rows of all r, cut to a block."""
     here = [slice(start, start + num) for start, num in zip(starts, shape, strict=True)]
     columns = directions(whole[0], 0, device)[here[0]]
     rows = directions(math.prod(whole[1:]), 1, device).view(*whole[1:], NUM)[tuple(here[1:])].reshape(-1, NUM)
@@ -77,7 +77,7 @@ def _sides(
 
 
 class Block(NamedTuple):
-    """This rank's block of a DTensor: where it begins, and which of the equal copies over other ranks it is part of."""
+    """This rank's block of a DTensor: where it begins, and to which of several equal copies it belongs."""
 
     starts: list[int]
     copy: tuple[int, ...]
@@ -85,7 +85,7 @@ class Block(NamedTuple):
 
 
 def block_of(tensor: Any) -> Block | None:
-    """None where it cannot be told, and of any other tensor."""
+    """This rank's block; None if it cannot be known, or for a tensor that is no DTensor."""
     if not hasattr(tensor, "to_local"):
         return None
     mesh, starts, shape = tensor.device_mesh, [0] * tensor.ndim, list(tensor.shape)
@@ -94,7 +94,7 @@ def block_of(tensor: Any) -> Block | None:
         if placement.is_replicate():
             copy.append(place)
             num_copies *= size
-        elif type(placement).__name__ == "Shard":  # no strided one
+        elif type(placement).__name__ == "Shard":  # not a strided shard
             most = -(-shape[placement.dim] // size)
             begin = min(shape[placement.dim], most * place)
             starts[placement.dim] += begin
@@ -121,10 +121,10 @@ class Receipt(Extension):
             raise ValueError(f"Receipt(every={every}), expected 1 or more")
         self._every = every
         self._sources: list[Source] = []
-        self._received: Given | None = None  # by micro-batch and source; None: it does not look
+        self._received: Given | None = None  # by micro-batch and source; None: this window is not checked
         self._hooks: list[Any] = []
         self._error: float | None = None
-        self._before: dict[int, Tensor] = {}  # receipts of gradients by update: of the last that was right
+        self._before: dict[int, Tensor] = {}  # the gradients' receipts of the last right update, by its index
 
     def join(self, job: Job) -> None:
         self._job, engine = job, job.engine
@@ -149,7 +149,7 @@ class Receipt(Extension):
                     self._hooks.append(one.leaf.register_hook(partial(_receive, window, self._received, i)))
 
     def numbers(self, window: Window) -> None:
-        """Compares, when gradients are final, in reductions of its own: those of the record come after a step."""
+        """Compares final gradients, in reductions of its own, since the record's come only with the step."""
         if self._received is None:
             return
         divisor, peers, sources = self._job.engine.divisor, self._job.engine.peers, self._sources
@@ -157,7 +157,7 @@ class Receipt(Extension):
         given = torch.stack([used] * (window.num_done + 1))  # by micro-batch
         for where, receipt in self._received.items():
             given[where] = receipt
-        # A block adds up with those of other ranks; a whole gradient is this rank's own copy.
+        # Blocks of all ranks add up; a whole gradient is this rank's own copy.
         blocks = [block_of(one.parameter) or Block([], (peers.rank,), 0) for one in sources]
         share = torch.tensor([one.num_copies and 1 / one.num_copies for one in blocks], **HOST)[:, None]
         for i, one in enumerate(sources):
@@ -168,7 +168,7 @@ class Receipt(Extension):
             dist.all_reduce(sums, group=peers.host_group)
         closed = torch.where(share > 0, sums[:, NUM:-1], used)
         off, size = (closed - sums[:, :NUM]).norm(dim=1), sums[:, -1]
-        errors = off / size.clamp(min=1e-300)  # of what autograd gave nothing for, any gradient is infinitely off
+        errors = off / size.clamp(min=1e-300)  # if autograd gave nothing, any gradient is infinitely off
         bounds, least = torch.tensor([_bounds(one) for one in sources], **HOST).view(-1, 2).T
         self._error = float(errors.max()) if len(errors) else 0.0
         wrong = torch.where((errors > bounds) & (off > least * divisor), errors, 0)
@@ -177,11 +177,11 @@ class Receipt(Extension):
         self._before = {window.index: closed}
 
     def _raise(self, index: int, wrong: Tensor, given: Tensor, used: Tensor, copies: list[Any]) -> None:
-        """Finds out with the other ranks what it is, and raises on all."""
+        """Finds the reason together with the other ranks, and raises on all of them."""
         peers, by_id = self._job.engine.peers, names_of(self._job.models)
-        errors = torch.stack(peers.gather_objects(wrong)).amax(0)  # of a rank's own copies, others see none
+        errors = torch.stack(peers.gather_objects(wrong)).amax(0)  # an error in a rank's own copy is seen by no other
         found = [i for i in errors.argsort(descending=True).tolist() if errors[i]]
-        some = [i for i in found[:MOST] if copies[i] == copies[found[0]]]  # cut in the same way
+        some = [i for i in found[:MOST] if copies[i] == copies[found[0]]]  # only those that are cut in the same way
         mine = peers.global_rank, [copies[i] for i in some[:1]], given[:, some].flatten(1), used[some].flatten()
         seen, said = peers.gather_objects(mine), ""
         if some:
@@ -219,13 +219,13 @@ def _receive(window: Window, received: Given, place: int, gradient: Tensor) -> N
 
 
 def _bounds(source: Source) -> tuple[float, float]:
-    """The relative error that rounding makes, and the error that underflow makes."""
+    """The relative error of rounding, and the absolute error of underflow."""
     kind = torch.finfo(source.dtype)
     return COARSE if kind.eps > 1e-5 else FINE, kind.tiny * kind.eps * 100 * math.sqrt(source.parameter.numel())
 
 
 def explain(given: Given, closed: Tensor, before: Tensor | None, index: int, bound: float) -> str:
-    """Says what a gradient is instead of the sum of all that was given, by rank and micro-batch; "" if it is that."""
+    """Says how a gradient differs from the sum of all that was given, by rank and micro-batch; "" if it does not."""
     whole = torch.stack([torch.zeros_like(closed), *given.values()]).sum(0)
     rest, size = closed - whole, sum(float(one.norm()) for one in given.values())
     if rest.norm() <= bound * size:

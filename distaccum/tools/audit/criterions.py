@@ -1,4 +1,4 @@
-"""Torch's criterions, and what their means divide by."""
+"""Torch's criterions, and the number that their means divide by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from .private import num_dims
 
-BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy", "log_prob")  # of which some targets count for nothing
+BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy", "log_prob")  # a target may count for nothing
 _BY_ROW = """ctc_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss
 multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"""
 _BY_ELEMENT = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div gaussian_nll_loss
@@ -25,7 +25,7 @@ See = Callable[[str, dict[str, Any], Tensor], object]
 
 @contextmanager
 def hearing(see: See) -> Iterator[list[str]]:
-    """In the block, `see` gets the name, the arguments and the loss of each call, outside of what compiles.
+    """In the block, calls `see` with the name, arguments and loss of each call, except in compiled code.
 
     The code of each function is replaced, not its name: a script may hold it anywhere already. Yields the names of
     those that are not heard, since another library has put its own in their place.
@@ -37,7 +37,7 @@ def hearing(see: See) -> Iterator[list[str]]:
     for one, code, more in before:
         original: Any = FunctionType(code, one.__globals__, one.__name__, one.__defaults__)
         original.__kwdefaults__ = more
-        one.__wrapped__ = original  # for its signature and source
+        one.__wrapped__ = original  # shows its signature and source
         one.__code__, one.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original)}
     try:
         yield [name for name, one in every.items() if one not in own]
@@ -59,7 +59,7 @@ def _heard_by(see: See, original: Any) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or type(loss) is not Tensor or loss.grad_fn is None:
             return loss
         node: Any = loss.grad_fn
-        if "distaccum" not in node.metadata:  # of a criterion that another calls
+        if "distaccum" not in node.metadata:  # another criterion may have called this one
             see(original.__name__, dict(zip(names, args, strict=False)) | options, loss)
         return loss
 
@@ -75,7 +75,7 @@ def reduction_of(given: dict[str, Any]) -> str:
 
 
 def unit_of(name: str, given: dict[str, Any]) -> str:
-    """Names what its mean is over: samples where a row of scores has a target, and no text was flattened."""
+    """The unit of its mean: samples if each row of scores has one target, and no text was flattened."""
     if name not in BY_CLASS:
         return "samples" if name in _BY_ROW.split() else "elements"
     scores, target = given.get("input"), given.get("target")
@@ -84,7 +84,7 @@ def unit_of(name: str, given: dict[str, Any]) -> str:
 
 
 def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
-    """How many tokens or elements its mean divides by, which no host waits for, and how many rows."""
+    """The number of tokens or elements that its mean divides by, left on its device, and the number of rows."""
     first: Any = next(given[key] for key in ("input", "log_probs", "input1", "anchor") if key in given)
     target = given.get("target", given.get("targets"))
     rows = len(first) if first.ndim else 1
@@ -92,7 +92,7 @@ def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
         kept = target != given.get("ignore_index", -100)
         weight = given.get("weight")
         return (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum()), rows
-    if name in BY_CLASS:  # probabilities
+    if name in BY_CLASS:  # its targets are probabilities
         return first.numel() // (first.shape[1] if first.ndim > 1 else first.shape[0]), rows
     if name == "ctc_loss":
         rows = len(given["target_lengths"])

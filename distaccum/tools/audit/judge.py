@@ -1,4 +1,4 @@
-"""The verdict over all ranks: faults, and notes on what is none or was not seen."""
+"""The verdict over all ranks: faults, and notes on what is no fault or was not seen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVENTS = {
 
 
 def verdict(seen: Seen) -> Verdict:
-    """Faults, notes, and how much was judged."""
+    """Returns faults, notes, and how much was judged."""
     faults, notes, judged = _each(seen) if _share_nothing(seen) else _together([_judge(seen)])
     trainers = {update.get("trainer", "") for one in seen for update in one["updates"]}
     return [_cured(one, trainers) for one in faults], notes, judged
@@ -50,7 +50,7 @@ def _together(judged: Sequence[Verdict]) -> Verdict:
 
 
 def _cured(one: Fault, trainers: Set[str]) -> Fault:
-    """With what a Trainer's user can do, who writes no loop."""
+    """Replaces the cure if a Trainer runs the loop, since its user writes none."""
     cure = TRAINERS.get(next(iter(trainers))) if len(trainers) == 1 else None
     return one if cure is None or one.window == CONTRAST else one._replace(window=cure)
 
@@ -63,7 +63,7 @@ def _judge(seen: Seen) -> Verdict:
     updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
     found, kept = _reckon(seen, updates)
     own = {place for (place, _), one in found.items() if one.is_own}
-    moved = {place for (place, _), ranks in updates.items() if any(one.get("moved") for one in ranks)}  # SAM's
+    moved = {place for (place, _), ranks in updates.items() if any(one.get("moved") for one in ranks)}  # as SAM does
     known = ((place, fault) for (place, _), one in sorted(found.items()) for fault in one.faults if place not in moved)
     faults = [fault for place, fault in known if place not in own or fault.kind not in ("uneven", "stale")]
     faults += _cleared(seen, kept | own | moved)
@@ -80,7 +80,7 @@ def _judge(seen: Seen) -> Verdict:
     faults += within_updates(terms, len(seen)) + among_updates(terms, updates, found, notes)
     faults += without_backward(terms, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates) + (apart or [])
-    kinds = {one.kind for one in faults}  # what is left of a window that is cleared is no short one
+    kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["window"] * ("cleared" in kinds)
     if not compared:
         notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
@@ -88,7 +88,7 @@ def _judge(seen: Seen) -> Verdict:
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
-    """Compares each update; also names the optimizers whose script keeps gradients elsewhere when it clears them."""
+    """Compares each update; also returns optimizers whose gradients the script keeps elsewhere as it clears them."""
     found, kept, before = dict[Key, Reckoning](), set[int](), dict[int, Tensor]()
     for (place, index), ranks in updates.items():
         places = [one.get("places") for one in ranks]
@@ -105,7 +105,7 @@ def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int
 
 
 def _share_nothing(seen: Seen) -> bool:
-    """True for ranks that train parameters of their own, as stages of a pipeline do: each is judged alone."""
+    """True if each rank trains parameters of its own, like a stage of a pipeline, so that it is judged alone."""
     first = [one["updates"][0] for one in seen if one["updates"] and "places" in one["updates"][0]]
     if len(first) < max(2, len(seen)) or any(seen[0]["parameters"]["copies"]):
         return False
@@ -114,16 +114,16 @@ def _share_nothing(seen: Seen) -> bool:
     if alike and same_on_all(values, columns(seen[0], places)["vector"]).any():
         return False
     alone = [Reckoning([one], [update], None) for one, update in zip(seen, first, strict=True)]
-    return all(one.factor is not None or one.faults for one in alone)  # not so for shards of FSDP1
+    return all(one.factor is not None or one.faults for one in alone)  # False for shards of FSDP1
 
 
 def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
-    """The update with the backwards that its step used."""
+    """The update with only the backwards that its step used."""
     return {**update, "backwards": [one for one in update["backwards"] if has_cleared or not one["cleared"]]}
 
 
 def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
-    """Backwards like those that steps use, which none used."""
+    """Finds backwards that no step used, on lines whose other backwards steps do use."""
     faults = []
     for one, place in ((rank, place) for rank in seen for place in rank["rest"] if place not in kept):
         updates = [update for update in one["updates"] if update["optimizer"] == place]
@@ -137,7 +137,7 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
         when = {key: i for key, i in reversed(gone) if key[1]}
         lengths = {*map(len, used)}
         parts = {key: i for key, i in when.items() if not key[2] and groups[key] not in lengths}
-        # Else now and then, as where a loss is not finite, or before the first update
+        # Otherwise it is now and then, as for a loss that is not finite, or before the first update
         is_often = 2 * len({*when.values()}) > len(used) or (len(parts) > 1 and _are_multiples(sorted(parts.values())))
         by_line: dict[tuple[str, bool], int] = defaultdict(int)
         for (_, line, ended), num in groups.items():
@@ -156,7 +156,7 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
 
 
 def _are_multiples(indices: Sequence[int]) -> bool:
-    """True for updates at which epochs of equal length begin."""
+    """True if epochs of equal length begin at these updates."""
     return indices[0] > 0 and all(one == (i + 1) * indices[0] for i, one in enumerate(indices))
 
 
@@ -170,7 +170,7 @@ def _events(seen: Seen, updates: Updates) -> list[Fault]:
                 if line and (kind == "eval" or (kind in EVENTS and {*lines[:before]} & {*lines[before:]})):
                     found[kind, line].append(update["index"])
         for (kind, line), where in found.items():
-            # A schedule may step at an epoch's end, which may be anywhere in a window
+            # A schedule may step at an epoch's end, anywhere in a window
             if kind != "schedule" or 2 * len(where) >= len(seen[0]["updates"]):
                 text, hand = EVENTS[kind]
                 faults.append(Fault(kind, line, f"{text} (first in update {where[0]}; {len(where)} times)", hand))
@@ -187,7 +187,7 @@ def _events(seen: Seen, updates: Updates) -> list[Fault]:
 
 
 def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:
-    """By line, how often a schedule that it steps moves on, and whether a window of ours steps it too."""
+    """For each line, how often the schedule that it steps moves, and whether a window of ours steps it too."""
     steps = Counter((line, whose) for kind, line, _, whose in update["events"] if kind == "schedule")
     found: dict[str, tuple[int, bool]] = {}
     for line, whose in steps:
@@ -198,7 +198,7 @@ def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:
 
 
 def _traffic(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
-    """Reductions before a window's last backward: where gradients are alike on all ranks that got different ones."""
+    """Finds reductions before a window's last backward: after it, ranks with different gradients have equal ones."""
     early, scattered, mixed = Counter[str](), Counter[str](), 0  # by line
     windows = sent = least = shards = 0  # bytes
     for ranks in updates.values() if len(seen) > 1 else ():
@@ -226,7 +226,7 @@ def _traffic(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
         return []
     num = early.total()
     text = f"{num / windows + 1:.3g} reductions of {_mib(sent / num)} per update, and the last would do"
-    if abs(sent * windows - least * num) > 0.01 * least * num:  # of a part of the parameters
+    if abs(sent * windows - least * num) > 0.01 * least * num:  # only a part of the parameters is reduced early
         text += f" ({_mib((sent + least) / windows)}, where {_mib(least / windows)} is enough)"
     hand = "run forward and backward of all micro-batches of a window but the last in model.no_sync()"
     return [Fault("traffic", early.most_common(1)[0][0], text, hand)]
@@ -237,7 +237,7 @@ def _mib(size: float) -> str:
 
 
 def _alike(values: Tensor, groups: Tensor | int) -> Tensor:
-    """Tells which parameters have as many different receipts, none of them 0, as there are groups of ranks."""
+    """Tells which parameters have at most as many different receipts, none of them 0, as there are groups of ranks."""
     size = values.abs().amax((0, 2)).clamp(min=1e-300)
     same = (values[:, None] - values[None]).abs().amax(-1) <= 1e-6 * size  # rank, rank, parameter
     firsts = (~(same & torch.ones(len(values), len(values)).tril(-1).bool()[:, :, None]).any(1)).sum(0)
@@ -245,7 +245,7 @@ def _alike(values: Tensor, groups: Tensor | int) -> Tensor:
 
 
 def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None:
-    """Parameters that were the same on all ranks at first, and are not any more; None if they come together again."""
+    """Finds parameters that were equal on all ranks at first and not at the end; None if they become equal again."""
     known = [ranks for ranks in updates.values() if all(one.get("places") for one in ranks)]
     known = [ranks for ranks in known if ranks[0]["optimizer"] == known[0][0]["optimizer"]]
     if len(seen) == 1 or not known:
@@ -264,11 +264,11 @@ def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None
 
 
 def _pace(seen: Seen) -> str:
-    """How long the slowest rank waited for its loader, and the quickest for other ranks, after the first update."""
+    """Says how long the slowest rank waited for its loader, and the fastest for other ranks, after the first update."""
     every = [one["updates"][1:] for one in seen]
     total = sum(update["seconds"] for update in every[0]) or 1.0
     loader = max(sum(update["waited"] for update in updates) for updates in every) / total
-    works = [[update["worked"] for update in updates] for updates in every]  # up to where the last backward begins
+    works = [[update["worked"] for update in updates] for updates in every]  # until the last backward begins
     others = sum(max(one) - min(one) for one in zip(*works, strict=False)) / total
     drawn = [[backward["drawn"] for backward in update["backwards"]] for update in every[0]]
     at_once = sum(two[0] - one[-1] >= len(two) > 1 for one, two in pairwise(drawn))

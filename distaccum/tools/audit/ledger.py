@@ -1,4 +1,4 @@
-"""Ledger: receipts of what autograd gave each parameter, and of the gradients that optimizers use."""
+"""Ledger: receipts of what autograd gives each parameter, and of the gradients that optimizers use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...extensions.receipt import block_of, is_seen, project
 from ...norms import names_of
 from .private import gathered_parameters
 
-Receipts = dict[int, Tensor]  # by the parameter's place
+Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")
 failures: dict[str, None] = {}
 
 
 def quietly(function: Callable[..., Result]) -> Callable[..., Result | None]:
-    """Lets the script go on where the audit itself fails, which is then not seen."""
+    """Lets the script go on if the audit itself fails; the failure is reported as something not seen."""
 
     @wraps(function)
     def attempt(*args: Any, **options: Any) -> Result | None:
@@ -35,14 +35,14 @@ def quietly(function: Callable[..., Result]) -> Callable[..., Result | None]:
 
 @final
 class Ledger:
-    """The parameters of all optimizers, in the order in which they were met."""
+    """The parameters of all optimizers, each with a place in the order in which they were met."""
 
     def __init__(self) -> None:
-        self.parameters: list[Any] = []  # which keeps them, so that no other has their id
+        self.parameters: list[Any] = []  # they stay alive, so no other gets their id
         self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
         self.names: dict[int, str] = {}  # by place
-        self.coarse: set[int] = set()  # whose gradients are in half precision
-        self.receiving: Receipts | None = None  # of the backward at work
+        self.coarse: set[int] = set()  # places of gradients in half precision
+        self.receiving: Receipts | None = None  # of the backward that runs now
         self._places: dict[int, int] = {}  # by id
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known, self._trained = (0, 0), list[weakref.ref[nn.Module]]()
@@ -55,7 +55,7 @@ class Ledger:
         return self._places[id(parameter)]
 
     def owners_of(self, parameters: Iterable[nn.Parameter]) -> set[int]:
-        """The optimizers that have any of these that has a gradient."""
+        """The optimizers that hold any of these parameters that has a gradient."""
         places = (self._places.get(id(p)) for p in parameters if p.grad is not None)
         return set[int]().union(*(self.owners.get(place, ()) for place in places if place is not None))
 
@@ -67,7 +67,7 @@ class Ledger:
         return [root for ref in self._roots if (root := ref()) is not None]
 
     def trained_roots(self) -> list[nn.Module]:
-        """Modules with parameters of an optimizer, so no averaged copy and no teacher."""
+        """Modules with parameters of an optimizer: not averaged copies or teachers."""
         if (known := (len(self._roots), len(self.owners))) != self._known:
             every = ((root, (self._places.get(id(p)) for p in root.parameters())) for root in self.roots()[:8])
             self._trained = [weakref.ref(root) for root, places in every if any(one in self.owners for one in places)]
@@ -75,19 +75,19 @@ class Ledger:
         return [root for ref in self._trained if (root := ref()) is not None]
 
     def name(self) -> None:
-        """Names parameters while their modules live."""
+        """Looks up the parameters' names, while their modules are alive."""
         by_id = names_of(self.roots())
         for place, one in enumerate(self.parameters):
             if (name := by_id.get(id(one))) is not None:
                 self.names[place] = name.removeprefix("module.")
 
     def sharded(self) -> dict[int, int]:
-        """How many ranks hold the same shard, by place."""
+        """The number of ranks that hold the same shard, by place."""
         parts = ((place, one) for place, one in enumerate(self.parameters) if hasattr(one, "to_local"))
         return {place: 1 if (block := block_of(one)) is None else block.num_copies for place, one in parts}
 
     def is_wrapped(self) -> bool:
-        """True where a module is data-parallel, by DDP, FSDP1 or FSDP2."""
+        """True if any module is data-parallel, under DDP, FSDP1 or FSDP2."""
         modules = (module for root in self.roots() for module in root.modules())
         return bool(self.sharded()) or any(type(one).__name__.endswith("DataParallel") for one in modules)
 
@@ -95,7 +95,7 @@ class Ledger:
         every, sharded = self.parameters, self.sharded()
         about = {
             "name": [self.names.get(place, f"parameter {place}") for place in range(len(every))],
-            "copies": [sharded.get(place, 0) for place in range(len(every))],  # of a shard; of a whole one 0
+            "copies": [sharded.get(place, 0) for place in range(len(every))],  # ranks with this shard; 0: it is whole
             "coarse": [place in self.coarse for place in range(len(every))],
             "vector": [one.ndim < 2 for one in every],
             "numel": [one.numel() for one in every],
@@ -107,7 +107,7 @@ class Ledger:
 
     @quietly
     def arm(self) -> None:
-        """Hooks every leaf that is not hooked yet: FSDP2's appear in the first forward."""
+        """Hooks every leaf that has no hook yet: FSDP2's appear in the first forward."""
         gathered: dict[int, Any] = {}
         if self.sharded():
             gathered = {id(shard): whole for shard, whole in gathered_parameters(self.roots())}
@@ -115,7 +115,7 @@ class Ledger:
             leaf = gathered.get(id(parameter), parameter)
             if leaf is None or id(leaf) in self._hooks or not leaf.requires_grad or not is_seen(leaf):
                 continue
-            if not hasattr(leaf, "to_local"):  # else a shard without its gathered one, or a part of a tensor
+            if not hasattr(leaf, "to_local"):  # otherwise a shard that is not gathered, or tensor-parallel
                 self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
                 if torch.finfo(leaf.dtype).eps > 1e-4:
                     self.coarse.add(place)
@@ -131,7 +131,7 @@ class Ledger:
             received[place] = received[place] + receipt if place in received else receipt
 
     def receipts(self, places: Iterable[int], *, of_values: bool = False) -> Receipts:
-        """Takes those of gradients as they stand, or of the parameters themselves."""
+        """Takes receipts of the gradients as they are now, or of the parameters themselves."""
         found: Receipts = {}
         for place in places:
             parameter = self.parameters[place]
@@ -146,7 +146,7 @@ class Ledger:
 
 
 def on_host(receipts: Sequence[Receipts], places: Sequence[int]) -> Tensor:
-    """Numbers of all these, in one tensor; 0 where there are none."""
+    """Copies all of these to the host, in one tensor with 0 where there is none."""
     present = [one[place].to(torch.float64) for one in receipts for place in places if place in one]
     width = present[0].numel() if present else 1
     found = torch.zeros(len(receipts), len(places), width, dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""Private names that the audit needs; without one of them it sees less."""
+"""Private names that the audit needs; if one is missing, it sees less."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils.data import dataloader
 from ...engines import base
 from ...engines.private import fsdp2
 
-LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook tells when a loader is waited for
-FUSED = "ChunkedLogProbFunctionBackward"  # TRL's, which no function of torch's gives
-SINK = "_DDPSinkBackward"  # through which DDP hands on all outputs of a model
-SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy", SINK)  # from it to a loss
+LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook shows the time spent in a loader
+FUSED = "ChunkedLogProbFunctionBackward"  # TRL's criterion, which is no function of torch
+SINK = "_DDPSinkBackward"  # all outputs of a DDP pass through it
+SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy", SINK)  # between it and a loss
 
 
 def backwards() -> Iterator[tuple[Any, str, int]]:
-    """Yields what runs backward, and which of its arguments has the roots.
+    """Yields each function that runs backward, as owner and name, and the position of its roots among its arguments.
 
     Our windows call autograd's engine itself, to save the checks of torch.autograd.backward: through a function that an
     engine of ours keeps when it is made, which may have been before the audit.
@@ -34,7 +34,7 @@ def backwards() -> Iterator[tuple[Any, str, int]]:
 
 
 def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]:
-    """FSDP2's shards, each with the gathered parameter that gets autograd's gradient: no public name leads there."""
+    """FSDP2's shards, each with the gathered parameter that gets autograd's gradient, which has no public name."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in {id(m): m for root in roots for m in root.modules()}.values() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
@@ -43,20 +43,20 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]
 
 
 def num_dims(one: Any) -> int:
-    """The dimensions of a tensor, before it was flattened where that can be told."""
+    """The number of dimensions that a tensor had before it was flattened, if its graph shows it."""
     node = one.grad_fn
     while node is not None:
         name = node.name().removesuffix("Backward0")
         if name in ("View", "UnsafeView", "ReshapeAlias"):
             return len(node._saved_self_sym_sizes)
         if name in ("Index", "MaskedSelect"):
-            return 3  # of what a mask left
+            return 3  # a mask selected rows of a text
         node = node.next_functions[0][0] if name in ("LogSoftmax", "ToCopy", "Div", "Mul") else None
     return int(one._base.ndim if one._is_view() else one.ndim)
 
 
 def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24) -> None:
-    """Tells each criterion's call near `roots` by which numbers the graph divides, or multiplies ("mul").
+    """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
     `hear` gets the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives.
     """
@@ -70,7 +70,7 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24
             hear(node, path)
         elif len(todo) < most:
             is_sum &= name in SUMS
-            if name in ("Div", "Mul"):  # `_saved` is so spelt in torch's notes
+            if name in ("Div", "Mul"):  # torch documents `_saved` names
                 path = [*path, (name.lower(), node._saved_other)]
                 is_sum &= not getattr(node._saved_other, "ndim", 0)
             edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions

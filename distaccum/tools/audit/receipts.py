@@ -1,4 +1,4 @@
-"""Receipts of one update, compared: is each gradient the sum of what autograd gave, and if not, what is it?"""
+"""Compares the receipts of an update: is each gradient the sum of what autograd gave, and if not, what is it?"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...extensions.receipt import NUM, explain
 from ...law import shorten
 
 Seen = Sequence[dict[str, Any]]  # by rank
-Key = tuple[int, int]  # an optimizer and its update
-FINE, COARSE = 1e-3, 5e-2  # relative; of gradients in half precision
+Key = tuple[int, int]  # the optimizer's place, and the update's index
+FINE, COARSE = 1e-3, 5e-2  # relative errors that are none; in half precision
 WINDOW = (
     "for window in Accumulator(model, optimizer, steps=...).windows(loader): in its loop window.backward(loss), after "
     "it window.step()"
@@ -21,7 +21,7 @@ WINDOW = (
 
 
 class Fault(NamedTuple):
-    """Something that is wrong: its kind, the line, the numbers, and its cure by hand and with a window of ours."""
+    """A finding: its kind, the line, the numbers, and the cures by hand and with a window."""
 
     kind: str
     where: str
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
 
 
 def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Returns what a rank knows of these parameters: a tensor of each thing, and a list of names."""
+    """Selects what a rank knows about these parameters: a list of names, and a tensor of everything else."""
     found = {what: [every[place] for place in places] for what, every in about["parameters"].items()}
     return {what: one if what == "name" else torch.tensor(one) for what, one in found.items()}
 
@@ -41,10 +41,10 @@ class Reckoning:
     """Compares one optimizer's parameters on all ranks.
 
     Attributes:
-        factor (float | None): Between gradients and what was given, on the average of ranks, where there is one.
-        alone (list[float]): The same by rank, of what it gave itself, where nothing was reduced.
-        shared (str): Parameters to which each backward gives the same.
-        is_own (bool): The script does more with gradients than to add them up.
+        factor (float | None): Gradients divided by the ranks' average of what autograd gave, if one number fits.
+        alone (list[float]): Like `factor`, for each rank and its own backwards, if nothing was reduced.
+        shared (str): Names of parameters to which each backward gives the same gradient.
+        is_own (bool): The script does more with gradients than adding them up.
         is_tasks (bool): Backwards of one micro-batch reach different parameters.
     """
 
@@ -62,7 +62,7 @@ class Reckoning:
         self.equations = about["numel"].clamp(max=NUM)
         self.bound = torch.where(about["coarse"], torch.tensor(COARSE, dtype=torch.float64), FINE)
         given = [[one["received"][None] for one in each["backwards"]] for each in updates]
-        # By rank, of each backward: receipts by parameter
+        # For each rank: backward, parameter, projection
         self.received = [torch.cat(rows or [first["closed"][None][:0]]) for rows in given]
         self.own = torch.stack([one.sum(0) for one in self.received])
         self.whole = self.own.mean(0)
@@ -99,7 +99,7 @@ class Reckoning:
         repeats = judged & ~wrong & self._repeats()
         self.shared = self._named(repeats) if repeats.any() and not repeats[judged].all() else ""
         rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
-        most = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor is nobody's
+        most = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
         found = self._explain(judged if most else wrong, None if most else factor) if wrong.any() else []
         if (wrong & ~rounded).any():
             found = found or self._compare(wrong, factor)
@@ -117,13 +117,13 @@ class Reckoning:
         return shorten([name for name, is_one in zip(self.names, places.tolist(), strict=True) if is_one])
 
     def _repeats(self) -> Tensor:
-        """Tells to which parameters each backward gives the same."""
+        """Tells to which parameters each backward gives the same gradient."""
         most = [one.abs().amax((0, 2)) * (len(one) > 1) for one in self.received]
         apart = [(one - one[:1]).abs().amax((0, 2)) for one in self.received]
         return torch.stack([off < 1e-4 * size for off, size in zip(apart, most, strict=True)]).all(0)
 
     def _compare(self, wrong: Tensor, factor: float) -> list[Fault]:
-        """Finds gradients that are added up over ranks beside others that are averaged."""
+        """Finds gradients that are summed over ranks while the others are averaged, or the reverse."""
         ratio = float(_ratio(self.closed[0][wrong].flatten(), self.whole[wrong].flatten())) / factor
         is_known = len(self.own) > 1 and min(abs(ratio / one - 1) for one in (len(self.own), 1 / len(self.own))) < FINE
         if not is_known or not (_rest(self.closed, self.whole) < self.bound)[wrong].all():
@@ -132,13 +132,13 @@ class Reckoning:
         return [Fault("divisor", self.where, text, "let all reductions divide by the same number of ranks")]
 
     def _explain(self, wrong: Tensor, factor: float | None) -> list[Fault]:
-        """Fits with which weight each rank's backwards, and the update before, are in the gradients that are wrong."""
+        """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""
         parts = {(r, k): one[wrong].flatten() for r, each in enumerate(self.received) for k, one in enumerate(each)}
         before = [] if self.before is None else [self.before[0][wrong].flatten()]
         bound, hand = float(self.bound[wrong].max()), "keep each gradient from its backward to the step"
         names, basis = self._named(wrong), torch.stack([*parts.values(), *before], dim=1)
         num, owners = int(self.equations[wrong].sum()), torch.tensor([rank for rank, _ in parts])
-        if num <= basis.shape[1]:  # whatever it is, they make it up: is one part lost, or there twice?
+        if num <= basis.shape[1]:  # too few equations for a fit: is one part lost, or there twice?
             given = {(self.ranks[r], k): one * (factor or 0.0) / len(self.own) for (r, k), one in parts.items()}
             said = explain(given, self.closed[0][wrong].flatten(), None, self.index, bound) if num >= NUM else ""
             text = f"{names}: {said} in update {self.index}"
@@ -151,7 +151,7 @@ class Reckoning:
                 return []
             largest = float(fit[: len(parts)].abs().max())
             noise = off * float(target.norm()) / (num - basis.shape[1]) ** 0.5
-            unsure = noise * float(torch.linalg.pinv(basis).norm(dim=1).max()) / largest  # of a reduction that rounds
+            unsure = noise * float(torch.linalg.pinv(basis).norm(dim=1).max()) / largest  # a reduction may round
             shares = fit[: len(parts)] / largest
             mine = shares[owners == rank]
             shown = ", ".join(f"{float(one):.3g}" if abs(one) > bound else "0" for one in mine)
@@ -167,19 +167,19 @@ class Reckoning:
 
 
 def same_on_all(values: Sequence[Tensor], vectors: Tensor) -> Tensor:
-    """Tells which parameters are copies; where some are not, vectors may be equal shards, as of zeros."""
+    """Tells which parameters are equal on all ranks; if some are not, equal vectors may be shards of zeros."""
     same = (torch.stack([one - values[0] for one in values]).abs() == 0).all(0).all(-1)
     return same if same.all() else same & ~vectors
 
 
 def _ratio(closed: Tensor, given: Tensor) -> Tensor:
-    """The multiple of the given receipts that comes nearest."""
+    """The multiple of the given receipts that is nearest to the closed ones."""
     found: Tensor = (closed * given).sum(-1) / given.square().sum(-1).clamp(min=1e-300)
     return found
 
 
 def _rest(closed: Tensor, given: Tensor) -> Tensor:
-    """The part of each parameter's receipts that is no multiple of the given ones: the most of all ranks."""
+    """The relative part of each parameter's receipts that is no multiple of the given ones: the most on any rank."""
     rest: Tensor = (closed - _ratio(closed, given)[..., None] * given).norm(dim=-1)
     rest /= closed.norm(dim=-1).clamp(min=1e-300)
     return rest.amax(0)

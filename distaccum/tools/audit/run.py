@@ -15,14 +15,14 @@ from .session import Audit, watched
 
 
 def run(given: Any) -> int:
-    """The script's own exit status where it is not 0, else the verdict's."""
+    """Returns the script's own exit status if it is not 0, otherwise the verdict's."""
     if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("--plot without matplotlib, which draws it; pip install matplotlib, or leave it out")
     code = _prepare(given)
     status: Any = 0
 
     def tell(report: Audit) -> None:
-        with suppress(BrokenPipeError):  # the report goes to stderr, which may be there still
+        with suppress(BrokenPipeError):  # the report goes to stderr, which may still be open
             sys.stdout.flush()
         print(report, file=sys.stderr, flush=True)
         if given.json is not None:
@@ -30,21 +30,21 @@ def run(given: Any) -> int:
         if given.plot is not None:
             report.plot(given.plot)
 
-    with watched(None, given.updates, given.folder, tell) as report:  # which tells also where Ctrl-C ends it
+    with watched(None, given.updates, given.folder, tell) as report:  # which reports even if Ctrl-C ends the script
         try:
             exec(code, sys.modules["__main__"].__dict__)
-        except SystemExit as left:  # also of as many updates as were asked for
+        except SystemExit as left:  # also after as many updates as were asked for
             status = left.code
         except Exception as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
             status, report.ended = 2, False
-    if isinstance(status, str):  # as of sys.exit("a message")
+    if isinstance(status, str):  # sys.exit("a message")
         print(status, file=sys.stderr)
     return 1 if isinstance(status, str) else status or report.status
 
 
 def _prepare(given: Any) -> CodeType:
-    """Its code, with `__main__`, the arguments and the path as `python` would make them."""
+    """The script's code; sets up `__main__`, the arguments and the path as `python` does."""
     main, path = ModuleType("__main__"), given.script
     if given.module:
         sys.path.insert(0, str(Path.cwd()))
@@ -57,7 +57,7 @@ def _prepare(given: Any) -> CodeType:
     elif not Path(path).is_file():
         raise FileNotFoundError(f"there is no {path}")
     else:
-        main.__spec__ = None  # as Python itself has it
+        main.__spec__ = None  # as under Python itself
         sys.path.insert(0, str(Path(path).resolve().parent))
     main.__file__, sys.argv[:] = path, [path, *given.launcher, *given.arguments]
     sys.modules["__main__"] = main

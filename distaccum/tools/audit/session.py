@@ -1,4 +1,4 @@
-"""audit(): watches what runs in its block, and judges it at the end."""
+"""audit(): watches the training that runs in its block, and judges it at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .receipts import Fault
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
-_numbers = itertools.count()  # of audits in this process, the same on all ranks
+_numbers = itertools.count()  # numbers the audits of this process, alike on all ranks
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Audit:
     status: int = 2
     judged: dict[str, int] = field(default_factory=dict)
     rank: int = field(default=0, repr=False)
-    ended: bool = field(default=True, repr=False)  # False: by an error, for which other ranks may wait
+    ended: bool = field(default=True, repr=False)  # False: an error ended it, and other ranks may still wait
     seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def assert_right(self) -> None:
@@ -106,12 +106,12 @@ class Audit:
 def audit(
     model: nn.Module | None = None, *, updates: int | None = None, folder: str | None = None
 ) -> AbstractContextManager[Audit]:
-    """Watches the training that runs in its block, and changes nothing of it.
+    """Watches the training that runs in its block, without changing it.
 
     Args:
-        model: Shows receipts and names from the first update on where the optimizer is older than the block.
+        model: Gives receipts and names from the first update on, if the optimizer was made before the block.
         updates: Leaves the block after so many updates of each optimizer.
-        folder: One that all nodes share, where ranks tell what they saw; by default this machine's temporary one.
+        folder: A folder that all nodes share, for what each rank saw; by default this machine's temporary folder.
 
     Example:
         >>> import torch
@@ -134,7 +134,7 @@ def audit(
 def watched(
     model: nn.Module | None, updates: int | None, folder: str | None, tell: Callable[[Audit], object] | None = None
 ) -> Iterator[Audit]:
-    """Yields a report, which is filled in and told at the end; all ranks stay until then."""
+    """Yields a report, which is filled in and passed to `tell` at the end; all ranks wait for that."""
     report, watch = Audit(), Watch(model, updates)
     try:
         with watch.listening():

@@ -1,4 +1,4 @@
-"""Ranks tell each other by files what they saw, so that no collective of ours runs."""
+"""Ranks exchange what they saw in files, so that the audit runs no collective."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE, HASTE = 30.0, 3.0  # seconds for the other ranks to end; after an error, for which they may wait
+PATIENCE, HASTE = 30.0, 3.0  # seconds to wait for the other ranks; after an error, since they may hang
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-STARTED = time.time() - 30  # what is older in a folder is of a run that was killed
+STARTED = time.time() - 30  # older files are of a run that was killed
 COMMON = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def place_in_job() -> tuple[int, int]:
-    """This process's rank and the number of ranks, of the group or as the launcher says."""
+    """This process's rank and the number of ranks: of the process group, or as the launcher says."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return next(((int(os.environ[a]), int(os.environ[b])) for a, b in LAUNCHERS if {a, b} <= os.environ.keys()), (0, 1))
@@ -29,7 +29,7 @@ def place_in_job() -> tuple[int, int]:
 
 @contextmanager
 def exchanged(mine: dict[str, Any], folder: str | None, number: int) -> Iterator[list[dict[str, Any]]]:
-    """Tells other ranks what this one saw, and yields that of all that come in time. They leave when rank 0 does.
+    """Tells other ranks what this one saw, and yields the parts of all that arrive in time; ranks leave after rank 0.
 
     They meet in a folder that is named by what ranks of a job have in common. Without a `folder` only those of a
     machine can.
@@ -59,7 +59,7 @@ def exchanged(mine: dict[str, Any], folder: str | None, number: int) -> Iterator
         if seen[0]["rank"] == mine["rank"]:
             _wait(lambda: len([*meeting.glob("*.read")]) >= len(seen))
             shutil.rmtree(meeting, ignore_errors=True)
-        else:  # a launcher would end the first for the status of another
+        else:  # if this rank ended first, its launcher might kill rank 0 for its status
             _wait(lambda: not meeting.exists())
 
 

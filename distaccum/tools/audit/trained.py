@@ -14,17 +14,17 @@ from .ledger import Ledger, Receipts, on_host, quietly
 
 @final
 class Backward:
-    """A call of backward, as of a micro-step."""
+    """A call of backward, such as a micro-step's."""
 
     def __init__(self, line: str, drawn: int) -> None:
         self.line, self.drawn, self.begun = line, drawn, time.perf_counter()
         self.terms: list[dict[str, Any]] = []
-        # Which time, the line ("": by hand), and if a loader had ended before
+        # The number of the clearing, its line ("": by hand), and whether a loader had ended before
         self.cleared: tuple[int, str, bool] | None = None
-        self.values: Receipts | None = None  # of the parameters, when it was cleared
+        self.values: Receipts | None = None  # of the parameters, at the clearing
         self.received: Receipts | None = None
-        self.is_sure = True  # which optimizers it reached
-        self.left: Receipts | None = None  # of gradients, after it
+        self.is_sure = True  # it is known which optimizers it reached
+        self.left: Receipts | None = None  # of the gradients after it
 
     def as_dict(self) -> dict[str, Any]:
         for term in self.terms:
@@ -37,19 +37,19 @@ class Backward:
 
 @final
 class Trained:
-    """An optimizer's updates, of which the one at work has its backwards and what happened among them."""
+    """An optimizer, with the backwards of its current update and what happened between them."""
 
     def __init__(self, optimizer: Any, place: int, ledger: Ledger, pending: list[Backward]) -> None:
         self.optimizer, self.place, self.pending, self._ledger = optimizer, place, pending, ledger
         self.num = self._num_cleared = 0
-        self.is_filled = False  # by the last backward: engines may keep gradients elsewhere
-        # Kind, line ("": a window's own), how many backwards came before, and whose schedule
+        self.is_filled = False  # the last backward filled .grad; engines may keep gradients elsewhere
+        # Kind, line ("": a window of ours), the number of backwards before it, and the schedule's id
         self.events: list[tuple[str, str, int, int]] = []
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
 
     @property
     def is_waiting(self) -> bool:
-        """True where a backward gave what was neither used nor cleared."""
+        """True if a backward gave gradients that were neither used nor cleared."""
         return bool(self.pending) and self.pending[-1].cleared is None
 
     @property
@@ -64,12 +64,12 @@ class Trained:
 
     @quietly
     def close(self) -> None:
-        """Takes receipts of its gradients, which are unscaled, clipped or used next."""
+        """Takes receipts of its gradients, before they are unscaled, clipped or used."""
         if self._closed is None and self.pending and all(made.received is not None for made in self.pending):
             self._closed = self._ledger.receipts(self._places())
 
     def forgo(self, line: str) -> None:
-        """Notes that what it has not used is cleared."""
+        """Notes that gradients which it has not used are cleared."""
         self._num_cleared += 1
         how = self._num_cleared, line, any(kind == "ended" for kind, *_ in self.events)
         for made in (made for made in self.pending if made.cleared is None):
@@ -82,16 +82,16 @@ class Trained:
         self.pending, self._closed, self.events = [], None, []
 
     def record(self) -> dict[str, Any]:
-        """Returns what is known of the update, with plain numbers."""
+        """Returns what is known about the update, in plain numbers."""
         used = {made.line for made in self.pending if made.cleared is None}
-        for made in self.pending:  # by hand: those of another line, as of another model, are meant to be lost
+        for made in self.pending:  # cleared by hand: backwards of other lines (another model's) are meant to go
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
         backwards = [made.as_dict() for made in self.pending]
         found = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
         return found if self._closed is None else found | self._receipts(self._closed, backwards)
 
     def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns those of the update, and gives each backward its own, all read at once."""
+        """The receipts of the update; also gives each backward its own, all in one read from the device."""
         every = set(closed).union(*(made.received or {} for made in self.pending))
         places = sorted(every.intersection(self._places()))
         values = self._ledger.receipts(places, of_values=True)
@@ -112,6 +112,6 @@ def parameters_of(optimizer: Any) -> Iterable[Any]:
 
 
 def _number(value: Any) -> float | None:
-    with suppress(RuntimeError, TypeError, ValueError):  # several numbers, or one that a dispatch mode cannot read
+    with suppress(RuntimeError, TypeError, ValueError):  # it has several numbers, or a dispatch mode cannot read it
         return float(value.detach() if isinstance(value, Tensor) else value)
     return None

@@ -1,6 +1,6 @@
-"""Watch: hears of criterions, backwards, steps and clearing while a script runs, and changes nothing.
+"""Watch: notes criterions, backwards, steps and clearing while a script runs, and changes nothing.
 
-What is on a device is read when an optimizer steps, and never in a micro-step.
+Numbers on a device are read when an optimizer steps, never in a micro-step.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .criterions import count_of, hearing, reduction_of, unit_of
 from .ledger import Ledger, quietly
 from .trained import Backward, Trained, parameters_of
 
-FIRST, EVERY = 16, 16  # updates with receipts: all of the first, and then one of so many
-AFTER_EACH = 4  # of them also after each backward
+FIRST, EVERY = 16, 16  # receipts are taken in the first updates, then in every 16th
+AFTER_EACH = 4  # updates with receipts after each backward too
 KEPT = 2000  # updates
-PRINTED = 1 << 16  # numbers of a target, by which it is told from others
+PRINTED = 1 << 16  # the most numbers of a target that its print is made of
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
 BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
@@ -45,7 +45,7 @@ INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 class Enough(SystemExit):
-    """The script had as many updates as were asked for."""
+    """Ends the script after as many updates as were asked for."""
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def is_users(path: str) -> bool:
 
 
 def where() -> tuple[str, str]:
-    """The line of the user's code that is at work, and the innermost one outside of torch and the audit."""
+    """The line of the user's code that runs now, and the innermost line outside of torch and the audit."""
     frame, inner = inspect.currentframe(), ""
     while frame is not None:
         path = frame.f_code.co_filename
@@ -67,7 +67,7 @@ def where() -> tuple[str, str]:
 
 
 def trainer() -> str:
-    """Tells whose loop is at work: an "AccumulatingTrainer"'s, a "Trainer"'s, or "", the user's own."""
+    """Tells whose loop runs: an "AccumulatingTrainer"'s, a "Trainer"'s, or "", the user's own."""
     paths = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
     if any(path.startswith(f"{OURS}trainers{os.sep}") for path in paths):
         return "AccumulatingTrainer"
@@ -76,18 +76,18 @@ def trainer() -> str:
 
 @final
 class Watch:
-    """Listens while `listening`, and puts everything back."""
+    """Notes what happens inside `listening()`, which puts everything back."""
 
     def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
         self.most, self.ledger = most, Ledger()
         self.updates: list[dict[str, Any]] = []
-        self.notes: dict[str, None] = {}  # on what is no mistake, or was not seen
+        self.notes: dict[str, None] = {}  # about what is no mistake, or was not seen
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
-        self.norms: dict[str, None] = {}  # batch normalisation that trains
+        self.norms: dict[str, None] = {}  # names of batch normalisation in training mode
         self._modes: dict[tuple[str, int], bool] = {}
         self._current: Backward | None = None
-        self._expected: float | None = None  # the window's count of the micro-batch, where it expects a mean
+        self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._early: list[Backward] = []  # before any optimizer was known
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
@@ -176,7 +176,7 @@ class Watch:
         return max((one.num for one in self.trained.values()), default=0)
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
-        if self._current is not None or self._stepping is not None:  # within another, as of checkpointing, or a step
+        if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
         made, num = Backward(where()[0], self._drawn), self._num
         for one in self.trained.values():
@@ -240,7 +240,7 @@ class Watch:
         return result
 
     def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
-        if self._stepping is not None or self._current is not None:  # of an optimizer's own, or in backward
+        if self._stepping is not None or self._current is not None:  # inside another optimizer's, or in backward
             return None
         self._stepping, one = optimizer, self._know(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
@@ -250,7 +250,7 @@ class Watch:
         calls = itertools.count()
 
         def heard(*args: Any, **options: Any) -> Any:
-            """Hears the backwards of a closure's first call; the others search within one step."""
+            """Listens to the backwards of a closure's first call; further calls only search within the step."""
             if next(calls):
                 return closure(*args, **options)
             self._stepping = None
@@ -306,7 +306,7 @@ class Watch:
         return batch
 
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
-        """A module or an optimizer is cleared: what was pending is lost, unless nothing was there."""
+        """Notes that a module or an optimizer is cleared, and with it the gradients that no step used."""
         parameters = cleared.parameters() if isinstance(cleared, nn.Module) else parameters_of(cleared)
         waiting = [] if self._stepping is not None else [one for one in self.trained.values() if one.is_waiting]
         owners = self.ledger.owners_of(parameters if waiting else ())
@@ -318,7 +318,7 @@ class Watch:
             return original(scheduler, *args, **options)
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         one = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
-        if one is not None and one.num and not (args or options or "accelerate" in inner):  # which steps once per rank
+        if one is not None and one.num and not (args or options or "accelerate" in inner):  # it steps once per rank
             one.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))  # "": by a window
         self._scheduling = True
         try:
@@ -341,7 +341,7 @@ class Watch:
         self._meddle("unscale", *filter(None, [self.trained.get(id(optimizer))]))
 
     def _meddle(self, kind: str, *trained: Trained) -> None:
-        """Closes what is changed in place next."""
+        """Takes receipts of gradients that are about to be changed in place."""
         for one in (one for one in trained if one.pending):
             one.close()
             one.note(kind, where()[0])
@@ -351,12 +351,12 @@ class Watch:
         if one is not None:
             one.close()  # before it unscales
         result = original(scaler, optimizer, *args, **options)
-        if one is not None:  # also where it overflowed, and nothing was stepped
+        if one is not None:  # even if it overflowed, and nothing was stepped
             one.forget()
         return result
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, for other ranks too."""
+        """Returns what was seen, in plain numbers that other ranks can read."""
         return {
             **self.ledger.as_dict(),
             "updates": self.updates,
@@ -368,7 +368,7 @@ class Watch:
 
 
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
-    """Returns a criterion's call, without the seed that flows into it."""
+    """A criterion's call, to which backward adds the seed that flows into it."""
     (line, inner), eps = where(), torch.finfo(dtype).eps
     unknown = dict.fromkeys(("count", "print", "divisors", "seed", "low", "expected"))
     return {**unknown, "site": [line, name, inner], "eps": eps, **known}
@@ -376,7 +376,7 @@ def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def print_of(target: Any) -> Tensor | None:
-    """A number by which targets are told apart; 0 for those that are all alike."""
+    """A number that differs between targets; 0 if all of its elements are equal."""
     if not isinstance(target, Tensor) or not target.ndim:
         return None
     numbers = target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
@@ -389,7 +389,7 @@ def _ramp(length: int, device: torch.device) -> Tensor:
 
 
 def _heard(original: Any, hear: Callable[..., Any], is_first: bool = False) -> Any:
-    """Calls `hear` with the function and its arguments in its place, or before it with these alone."""
+    """Wraps a function: calls `hear` in its place, with it and its arguments, or before it, with the arguments."""
     first = quietly(hear) if is_first else None
 
     @functools.wraps(original)

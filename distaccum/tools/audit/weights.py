@@ -1,4 +1,4 @@
-"""Weights: the gradient that flows into each criterion, by what it averages over; all samples must weigh the same."""
+"""Weights: the gradient that flows into each criterion, per sample or token; all must weigh the same."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .criterions import BY_CLASS
 from .receipts import Fault, Key, Reckoning
 
 MEANS = ("mean", "batchmean")
-COUNTS = {  # windows by what a mean is over
+COUNTS = {  # cures, by the unit of a mean
     "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
     "samples": "Accumulator(...), which counts samples, window.backward(mean)",
     "elements": "Accumulator(..., count=...), a function that counts a batch's elements, window.backward(mean)",
 }
 CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
 Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
-Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, by update
+Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, then by update
 
 
 def terms_of(updates: Updates, notes: list[str]) -> Terms:
-    """Terms with their `total`, what flows into all of it, and `each`, what flows into a sample; those to be judged."""
+    """The terms to judge, with the gradient that flows into all of one (`total`) and into one sample of it (`each`)."""
     found: Terms = defaultdict(lambda: defaultdict(list))
     unseen: Counter[str] = Counter()
     for (place, index), ranks in updates.items():
@@ -91,13 +91,13 @@ def _ends(values: Any) -> tuple[float, float]:
 
 
 def is_one_mean(terms: Terms, factors: Mapping[Key, Sequence[float]]) -> bool:
-    """True where samples of all ranks weigh as one mean together, by each rank's factor of an update."""
+    """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
     sums = [(by_rank, factors[key]) for key, by_rank in _sums(terms).items() if key in factors]
     return bool(sums) and all(_is(sum(one[rank] * each[rank] for rank in one), 1.0) for one, each in sums)
 
 
 def _sums(terms: Terms) -> dict[Key, Counter[int]]:
-    """Sums what flows into all criterions of an update, by rank."""
+    """The sum of what flows into all criterions of an update, by rank."""
     sums: dict[Key, Counter[int]] = defaultdict(Counter)
     for (place, *_), by_update in terms.items():
         for index, one in ((index, one) for index, every in by_update.items() for one in every):
@@ -106,7 +106,7 @@ def _sums(terms: Terms) -> dict[Key, Counter[int]]:
 
 
 def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
-    """Losses that no backward follows, and that are yet counted in the divisor of those that one does."""
+    """Finds losses without a backward that still count in the divisor of the others."""
     faults = []
     for (place, *site, _), by_update in terms.items():
         lost = {i: sum(one["unused"].get(tuple(site), 0) for one in updates[place, i]) for i in by_update}
@@ -127,7 +127,7 @@ def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
 
 
 def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning], notes: list[str]) -> list[Fault]:
-    """Updates must weigh as much as each other, and the usual one as much as a mean."""
+    """Finds updates that weigh less or more than others, or whose usual weight is not that of a mean."""
     faults, ranks = [], len(next(iter(updates.values()), ()))
     factors = {key: one.factor for key, one in found.items() if one.factor is not None}
     sums = {key: by_rank.total() / ranks for key, by_rank in _sums(terms).items()}
@@ -159,13 +159,13 @@ def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning]
             continue
         skipped = {i for i in totals if any(one["unused"].get((line, name, inner)) for one in updates[place, i])}
         skipped |= {i for i in totals if steps[i] < common == _num_drawn(updates, place, i)}
-        if not (is_sum and _is(low, high)):  # else divided by a constant
+        if not (is_sum and _is(low, high)):  # otherwise a constant divides it
             relative = {i: total / level for i, total in totals.items() if i not in skipped}
             faults += _short(line, steps, common, relative)
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
         whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
         if factor is None or not paths or whole or any(found[place, i].is_tasks for i in usual if (place, i) in found):
-            continue  # terms that are one mean together, or tasks of the same samples
+            continue  # together they are one mean, or tasks of the same samples
         if sum(_is_same(by_update[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
             names = found[place, usual[0]].shared if (place, usual[0]) in found else ""
             if names and all(one["print"] == every[0]["print"] for one in by_update[usual[0]]):
@@ -176,7 +176,7 @@ def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning]
         if len({one["rank"] for one in every}) < ranks:
             continue  # stages of a pipeline
         if all(one["rows"] > 1 and not one["print"] for one in every):
-            continue  # no different samples, as far as targets tell: all are real, then all are fake
+            continue  # targets show no different samples: all real, then all fake
         alike = sum(key[0] == place and usual[0] in others for key, others in terms.items()) * level
         is_part = not _is(sums[place, usual[0]] * factors.get((place, usual[0]), factor), alike)
         if why := _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0], is_part):
@@ -195,14 +195,14 @@ def _sum_for_mean(line: str, totals: Mapping[int, float], given: Sequence[int]) 
 
 
 def _is_sum_for_mean(term: dict[str, Any]) -> bool:
-    """True for an undivided sum over as many as the window counts, given to one that expects a mean."""
+    """True for an undivided sum over what the window counts, if the window expects a mean."""
     is_whole = term["reduction"] == "sum" and term["divisors"] == [] and term["count"] == term["expected"]
     return is_whole and bool(term["count"] > 1)
 
 
 def _undivided(line: str, totals: Sequence[float]) -> list[Fault]:
     if 2 * max(sum(_is(one, other) for one in totals) for other in totals) > len(totals):
-        return []  # one that is meant, and a short last micro-batch
+        return []  # the sum is intended, with a short last micro-batch
     text = f"nothing divides this sum: updates weigh {min(totals):.4g} to {max(totals):.4g}, as their tokens do"
     return [Fault("divisor", line, text, "divide by the window's number of tokens on all ranks")]
 
@@ -221,7 +221,7 @@ def _short(line: str, steps: Mapping[int, int], common: int, weights: Mapping[in
 
 
 def _num_drawn(updates: Updates, place: int, index: int) -> int:
-    """Micro-batches that a loader gave since the update before."""
+    """The number of micro-batches that a loader gave since the previous update."""
     if (place, index - 1) not in updates:
         return 0
     now, before = (updates[place, i][0]["backwards"][-1]["drawn"] for i in (index, index - 1))
@@ -229,7 +229,7 @@ def _num_drawn(updates: Updates, place: int, index: int) -> int:
 
 
 def _is_same(terms: Sequence[dict[str, Any]]) -> bool:
-    """True where most of these have the targets of another."""
+    """True if most of these have the same targets as another."""
     prints = {(one["rank"], one["print"]) for one in terms if one["print"]}
     return len(prints) * 2 <= sum(bool(one["print"]) for one in terms) > 0
 
@@ -237,21 +237,21 @@ def _is_same(terms: Sequence[dict[str, Any]]) -> bool:
 def _why(
     level: float, factor: float, steps: int, ranks: int, what: str, path: Sequence[tuple[str, Any]], is_part: bool
 ) -> tuple[str, str] | None:
-    """Tells what is divided too often or too rarely, and the cure.
+    """Says what is divided too often or too rarely, with the cure.
 
     `path` leads from the loss to its criterion; of several that weigh differently each `is_part`, with a coefficient.
     """
     plain = [value for how, value in path if how == "div" and value is not None]
     by_ranks = [value for how, value in path if how == "mul" and value is not None and _is(value, ranks)]
     by_steps = sum(_is(value, steps) for value in plain)
-    # One division of two may be a coefficient
+    # One of two divisions may be a coefficient
     by_each = steps > 1 and (by_steps > (what == "mean") or (steps > 2 and 0 < by_steps == len(path)))
     is_known = ranks > 1 and len(plain) == len(path) and not is_part
     by_all = what in BY_CLASS or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)
     are_added = ranks > 1 and _is(factor, ranks) and len(plain) + len(by_ranks) == len(path)
     added, averages = "the ranks are added up, not averaged", ", since the wrapper averages" * _is(factor, 1.0)
     none, each = f"nothing divides by the {steps} micro-batches", f"the {steps} micro-batches divide"
-    causes = [  # where it can be one, the weight that it makes, and the cure
+    causes = [  # whether it is possible, the weight that it would give, its text and its cure
         (are_added, ranks, added, f"divide by {ranks}"),
         (steps > 1 and not path, steps, none, f"loss / {steps}"),
         (by_each and what != "mean", 1 / steps, f"{each} what their tokens divide already", "leave one division out"),
