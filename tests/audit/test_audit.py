@@ -49,7 +49,9 @@ WRONG = {"context_ranks": 2, "pipelines": 2, "openwakeword_316": 1}  # without a
 ALONE = [
     *(("styles", style) for style in ("divides at the step", "times its tokens", "masks", "scales gradients", "nll")),
     *(("losses", kind) for kind in ("weighted", "distilled", "of_tasks", "of_pairs", "of_policy", "focal")),
+    *(("losses", kind) for kind in ("mixed", "of_one", "rooted", "in_boxes")),
     *(("unusual", who) for who in ("perturbs", "attacks", "projects", "searches", "plays")),
+    *(("unusual", who) for who in ("alternates", "hides", "evens", "unrolls")),
     *(("unusual", who) for who in ("carries", "schedules", "skips")),
     ("lora", ""),
 ]

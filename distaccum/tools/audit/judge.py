@@ -27,6 +27,7 @@ EVENTS = {
     "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
     "unscale": ("unscales in the middle of a window, to which others are added", "call unscale_ before the step"),
     "schedule": ("steps the schedule in the middle of a window", "step it after the optimizer, once per update"),
+    "again": ("steps again with the gradient of the step before", "step once per backward, and clear after the step"),
     "eval": ("trains in eval mode, and did not at first", "call model.train() after each evaluation"),
 }
 
@@ -63,11 +64,13 @@ def _judge(seen: Seen) -> Verdict:
     updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
     found, kept = _reckon(seen, updates)
     own = {place for (place, _), one in found.items() if one.is_own}
-    moved = {place for (place, _), ranks in updates.items() if any(one.get("moved") for one in ranks)}  # as SAM does
+    moved = {place for (place, _), ranks in updates.items() if any(one["moved"] for one in ranks)}  # as SAM does
     known = ((place, fault) for (place, _), one in sorted(found.items()) for fault in one.faults if place not in moved)
     faults = [fault for place, fault in known if place not in own or fault.kind not in ("uneven", "stale")]
     faults += _cleared(seen, kept | own | moved)
     notes = [_pace(seen)] * any(one["updates"] for one in seen) + [note for one in found.values() for note in one.notes]
+    gone = [(line, ranks[0]["line"]) for ranks in updates.values() for line in ranks[0]["gone"]]
+    notes += [f"{of}: steps with some backwards of {line}, and another optimizer with the others" for line, of in gone]
     updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
     updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
     terms, apart = terms_of(updates, notes), _apart(seen, updates, notes)
@@ -77,7 +80,7 @@ def _judge(seen: Seen) -> Verdict:
         each, more, judged = _each(seen)
         note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
         return each, [note, *more], judged
-    faults += within_updates(terms, len(seen)) + among_updates(terms, updates, found, notes)
+    faults += within_updates(terms, len(seen), notes) + among_updates(terms, updates, found, notes)
     faults += without_backward(terms, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates) + (apart or [])
     kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
@@ -167,7 +170,7 @@ def _events(seen: Seen, updates: Updates) -> list[Fault]:
         for update in one["updates"]:
             lines = [backward["line"] for backward in update["backwards"]]
             for kind, line, before, _ in update["events"]:
-                if line and (kind == "eval" or (kind in EVENTS and {*lines[:before]} & {*lines[before:]})):
+                if line and (kind in ("eval", "again") or (kind in EVENTS and {*lines[:before]} & {*lines[before:]})):
                     found[kind, line].append(update["index"])
         for (kind, line), where in found.items():
             # A schedule may step at an epoch's end, anywhere in a window

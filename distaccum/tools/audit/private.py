@@ -17,6 +17,10 @@ LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook shows the t
 FUSED = "ChunkedLogProbFunctionBackward"  # TRL's criterion, which is no function of torch
 SINK = "_DDPSinkBackward"  # all outputs of a DDP pass through it
 SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy", SINK)  # between it and a loss
+_MORE = """Add Alias AsStrided Cat Clone Expand Gather Index IndexAdd IndexSelect Mean NanToNum Nansum Permute Repeat
+ReshapeAlias Rsub ScatterAdd Select Slice Split SplitWithSizes Squeeze Stack Sub T Transpose Unbind UnsafeView Unsqueeze
+Where"""
+LINEAR = {*SUMS, *_MORE.split()}  # nodes that scale and add up
 
 
 def backwards() -> Iterator[tuple[Any, str, int]]:
@@ -42,6 +46,11 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]
                 yield from ((p.sharded_param, fsdp2.gathered_of(p)) for p in group.fsdp_params)
 
 
+def version(tensor: Any) -> int:
+    """Counts changes in place."""
+    return int(tensor._version)
+
+
 def num_dims(one: Any) -> int:
     """The number of dimensions that a tensor had before it was flattened, if its graph shows it."""
     node = one.grad_fn
@@ -55,23 +64,32 @@ def num_dims(one: Any) -> int:
     return int(one._base.ndim if one._is_view() else one.ndim)
 
 
-def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24) -> None:
+def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 64) -> None:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
-    `hear` gets the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives.
+    Also each other term that is added to it ("add"), and whether it goes through anything but sums ("own"). `hear` gets
+    the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives.
     """
     edges = [(getattr(one, "grad_fn", None), 0) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
     todo: list[tuple[Any, list[Any], bool]] = [(edge, [], True) for edge in edges if edge[0] is not None]
+    reached = set[int]()
     for (node, place), path, is_sum in todo:
-        name = node.name().removesuffix("Backward0")
+        kind, _, overload = node.name().rpartition("Backward")
+        name = kind if overload.isdigit() else node.name()
         if (term := node.metadata.get("distaccum")) is not None:
-            term["divisors"] = path
+            term["divisors"] = [*path, ("own", None)] if id(term) in reached else path
+            reached.add(id(term))
         elif name == FUSED and is_sum:
             hear(node, path)
         elif len(todo) < most:
             is_sum &= name in SUMS
-            if name in ("Div", "Mul"):  # torch documents `_saved` names
-                path = [*path, (name.lower(), node._saved_other)]
-                is_sum &= not getattr(node._saved_other, "ndim", 0)
             edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
-            todo += [(edge, path, is_sum) for edge in edges if edge[0] is not None]
+            edges = [(i, edge) for i, edge in enumerate(edges) if edge[0] is not None]
+            if name not in ("Div", "Mul"):
+                more = [("add", None)] * (len(edges) - 1) + [("own", None)] * (name not in LINEAR and name == kind)
+                todo += [(edge, [*path, *more], is_sum) for _, edge in edges]
+            for i, edge in edges if name in ("Div", "Mul") else ():  # torch documents `_saved` names
+                by = node._saved_self if i else node._saved_other
+                how = "own" if i and name == "Div" else name.lower()
+                by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
+                todo.append((edge, [*path, (how, by)], is_sum and not getattr(by, "ndim", 0)))

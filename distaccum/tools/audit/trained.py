@@ -10,6 +10,7 @@ from typing import Any, final
 from torch import Tensor
 
 from .ledger import Ledger, Receipts, on_host, quietly
+from .private import version
 
 
 @final
@@ -21,6 +22,7 @@ class Backward:
         self.terms: list[dict[str, Any]] = []
         # The number of the clearing, its line ("": by hand), and whether a loader had ended before
         self.cleared: tuple[int, str, bool] | None = None
+        self.is_used = False  # a step of any optimizer used it
         self.values: Receipts | None = None  # of the parameters, at the clearing
         self.received: Receipts | None = None
         self.is_sure = True  # it is known which optimizers it reached
@@ -31,7 +33,7 @@ class Backward:
             for key in ("seed", "low", "count", "print"):
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
-                term["divisors"] = [(how, _number(value)) for how, value in term["divisors"]]
+                term["divisors"] = [_plain(*one) for one in term["divisors"]]
         return {name: getattr(self, name) for name in ("line", "drawn", "terms", "cleared")}
 
 
@@ -42,7 +44,9 @@ class Trained:
     def __init__(self, optimizer: Any, place: int, ledger: Ledger, pending: list[Backward]) -> None:
         self.optimizer, self.place, self.pending, self._ledger = optimizer, place, pending, ledger
         self.num = self._num_cleared = 0
-        self.is_filled = False  # the last backward filled .grad; engines may keep gradients elsewhere
+        self._used: tuple[int, int] | None = None  # a gradient at the last step
+        self._left: tuple[int, int] | None = None  # a gradient after the last backward; engines may keep them elsewhere
+        self._now: tuple[int, int] | None = None  # the same before it is unscaled, clipped or used
         # Kind, line ("": a window of ours), the number of backwards before it, and the schedule's id
         self.events: list[tuple[str, str, int, int]] = []
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
@@ -53,11 +57,27 @@ class Trained:
         return bool(self.pending) and self.pending[-1].cleared is None
 
     @property
-    def has_gradient(self) -> bool:
-        return any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
+    def repeats(self) -> bool:
+        """True where it has the gradient of the step before, untouched."""
+        return self._used is not None and self._used == self._gradient()
+
+    @property
+    def num_drawn(self) -> int:
+        """The batches of a loader that its backwards are of; 0 without a loader."""
+        return len({made.drawn for made in self.pending}) * bool(self.pending[-1].drawn)
+
+    @property
+    def is_emptied(self) -> bool:
+        """True where the last backward left gradients, and none is there."""
+        return self._left is not None and self._gradient() is None
+
+    def _gradient(self) -> tuple[int, int] | None:
+        """One of its gradients, and how often it was changed."""
+        every = (parameter.grad for parameter in parameters_of(self.optimizer) if parameter.grad is not None)
+        return next(((id(one), version(one)) for one in every), None)
 
     def add(self, made: Backward, most: int) -> None:
-        self.pending, self._closed, self.is_filled = [*self.pending[-most:], made], None, self.has_gradient
+        self.pending, self._closed, self._now, self._left = [*self.pending[-most:], made], None, None, self._gradient()
 
     def note(self, kind: str, line: str = "", whose: int = 0) -> None:
         self.events.append((kind, line, len(self.pending), whose))
@@ -65,6 +85,7 @@ class Trained:
     @quietly
     def close(self) -> None:
         """Takes receipts of its gradients, before they are unscaled, clipped or used."""
+        self._now = self._now or self._gradient()
         if self._closed is None and self.pending and all(made.received is not None for made in self.pending):
             self._closed = self._ledger.receipts(self._places())
 
@@ -79,6 +100,7 @@ class Trained:
         self.events, self._closed = [], None
 
     def forget(self) -> None:
+        self._used = self._gradient()
         self.pending, self._closed, self.events = [], None, []
 
     def record(self) -> dict[str, Any]:
@@ -86,9 +108,17 @@ class Trained:
         used = {made.line for made in self.pending if made.cleared is None}
         for made in self.pending:  # cleared by hand: backwards of other lines (another model's) are meant to go
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
+            made.is_used |= made.cleared is None
+        gone = {made.line for made in self.pending if made.cleared and made.is_used} & used  # by another optimizer
+        self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
         backwards = [made.as_dict() for made in self.pending]
         found = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
-        return found if self._closed is None else found | self._receipts(self._closed, backwards)
+        found |= {"changed": self._now != self._left, "moved": False, "gone": sorted(gone)}
+        if self._closed is not None:
+            found |= self._receipts(self._closed, backwards)
+        if (now := self._gradient()) and self._left and now[0] != self._left[0]:  # one that was kept elsewhere
+            found["moved"] = found["moved"] or any(made.cleared for made in self.pending)
+        return found
 
     def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The receipts of the update; also gives each backward its own, all in one read from the device."""
@@ -111,7 +141,9 @@ def parameters_of(optimizer: Any) -> Iterable[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _number(value: Any) -> float | None:
-    with suppress(RuntimeError, TypeError, ValueError):  # it has several numbers, or a dispatch mode cannot read it
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    return None
+def _plain(how: str, value: Any) -> tuple[str, float | None]:
+    """Reads a factor; of several ("muls"), as of a mask, the largest."""
+    with suppress(RuntimeError, TypeError, ValueError):  # a dispatch mode cannot read it
+        is_one = not isinstance(value, Tensor) or value.numel() == 1
+        return how + "s" * (not is_one), float(value if is_one else value.abs().max())
+    return how, None

@@ -91,7 +91,7 @@ class Watch:
         self._early: list[Backward] = []  # before any optimizer was known
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
-        self._scheduling = False
+        self._scheduling = self._recurs = False
         self._scaler: Any = None
         self._drawn, self._waited, self._last = 0, 0.0, time.perf_counter()
         if model is not None:
@@ -180,7 +180,7 @@ class Watch:
             return original(*args, **options)
         made, num = Backward(where()[0], self._drawn), self._num
         for one in self.trained.values():
-            if one.is_waiting and one.is_filled and not one.has_gradient:
+            if one.is_waiting and one.is_emptied:
                 one.forgo("")
         if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
             self.ledger.receiving = made.received = {}
@@ -216,6 +216,7 @@ class Watch:
             key = line, id(root)
             if key not in self._modes:
                 self._modes[key] = root.training
+                self._recurs |= any(isinstance(one, nn.RNNBase | nn.RNNCellBase) for one in root.modules())
                 self.norms |= {name: None for name, one in batchnorms(root) if one.training}
                 if not root.training and any(isinstance(one, nn.Dropout) and one.p for one in root.modules()):
                     self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
@@ -276,6 +277,9 @@ class Watch:
     @quietly
     def _record(self, one: Trained) -> None:
         if not one.pending:
+            last = next((update for update in reversed(self.updates) if update["optimizer"] == one.place), None)
+            if last is not None and one.repeats:
+                last["events"].append(("again", where()[0], 0, 0))
             return
         one.close()
         now = time.perf_counter()
@@ -283,7 +287,7 @@ class Watch:
             self.ledger.name()
         worked = one.pending[-1].begun - self._last
         record = {**one.record(), "line": where()[0], "seconds": now - self._last, "waited": self._waited}
-        record["trainer"] = trainer()
+        record |= {"trainer": trainer(), "recurs": self._recurs and one.num_drawn < 2}
         record |= {"worked": worked, "scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
@@ -361,7 +365,9 @@ class Watch:
             **self.ledger.as_dict(),
             "updates": self.updates,
             "rest": {
-                one.place: [] if self.most else [made.as_dict() for made in one.pending if made.is_sure]
+                one.place: []
+                if self.most
+                else [made.as_dict() for made in one.pending if made.is_sure and not made.is_used]
                 for one in self.trained.values()
             },
         }

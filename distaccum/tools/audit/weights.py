@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from ...law import plural
 from .criterions import BY_CLASS
 from .receipts import Fault, Key, Reckoning
 
+BOUND = 1 + 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
 COUNTS = {  # cures, by the unit of a mean
     "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
@@ -28,27 +30,50 @@ def terms_of(updates: Updates, notes: list[str]) -> Terms:
     unseen: Counter[str] = Counter()
     for (place, index), ranks in updates.items():
         for rank, update in enumerate(ranks):
+            times = Counter(id(term) for backward in update["backwards"] for term in backward["terms"])
             for backward in update["backwards"]:
                 calls: Counter[Any] = Counter()
+                adds = max((_num_added(one["divisors"]) for one in backward["terms"]), default=0)
                 if not backward["terms"]:
                     unseen[f"the loss of {backward['line']}, which is none of torch's"] += 1
                 for term in backward["terms"]:
-                    site = tuple(term["site"])
+                    site, num = tuple(term["site"]), times.pop(id(term), 0)
+                    if not num:
+                        continue  # of a graph that another backward went through too
                     calls[site] += 1
-                    if term["low"] is not None and term["seed"] > term["low"] * (1 + max(1e-3, 4 * term["eps"])):
+                    is_even = term["low"] is None or term["seed"] <= term["low"] * (1 + max(1e-3, 4 * term["eps"]))
+                    if not is_even:
                         unseen[f"the weights in {site[0]}, which the script gives to samples itself"] += 1
                         continue
-                    total = term["seed"] / update["scale"] * (1 if term["reduction"] in MEANS else term["count"])
+                    total = num * term["seed"] / update["scale"] * (1 if term["reduction"] in MEANS else term["count"])
                     each = total / term["count"] if term["count"] else 0.0
-                    more = {"rank": rank, "total": total, "each": each}
+                    more = {"rank": rank, "total": total, "each": each, "backward": id(backward)}
+                    by = _product(term["divisors"])
+                    more["by"] = by and by / update["scale"]
+                    more["parts"] = (adds + 1) * (adds >= len(backward["terms"]))  # of a loss, one of them unseen
                     found[place, site[0], site[1], site[2], calls[site]][index].append(term | more)
     notes += [f"not seen: {what} ({times} times)" for what, times in unseen.items()]
+    for by_update in found.values():
+        every = [one for ones in by_update.values() for one in ones]
+        low, high = _ends(one["by"] for one in every if one["by"])
+        for one in every if high <= low * BOUND else ():
+            one["by"] = 1.0
     return found
 
 
-def within_updates(terms: Terms, ranks: int) -> list[Fault]:
-    faults = []
-    for (_, line, name, *_), by_update in terms.items():
+def _num_added(path: Sequence[tuple[str, Any]] | None) -> int:
+    return sum(how == "add" for how, _ in path or ())
+
+
+def _product(path: Sequence[tuple[str, Any]] | None) -> float | None:
+    """The product of what the script multiplies by; None where nobody looked."""
+    return None if path is None else math.prod(value or 1.0 for how, value in path if how.startswith("mul"))
+
+
+def within_updates(terms: Terms, ranks: int, notes: list[str]) -> list[Fault]:
+    faults, own = [], _own(terms)
+    for (place, *site, _), by_update in terms.items():
+        line, name, *_ = site
         if empty := sum(
             not one["count"] and one["reduction"] == "mean" for every in by_update.values() for one in every
         ):
@@ -57,12 +82,14 @@ def within_updates(terms: Terms, ranks: int) -> list[Fault]:
         spread: dict[int, tuple[float, float]] = {}
         is_ranks = ranks > 1
         for index, every in by_update.items():
-            counted = [one for one in every if one["total"] and one["count"]]
-            bound = 1 + max([1e-3, *(4 * one["eps"] for one in counted)])
-            low, high = _ends(one["each"] for one in counted)
-            by_row = _ends(one["total"] / one["rows"] for one in counted)
-            if high <= low * bound or (name not in BY_CLASS and by_row[1] <= by_row[0] * bound):
+            counted = _uneven([one for one in every if one["total"] and one["count"]], name)
+            if not counted:
                 continue
+            if (place, *site, index) in own:
+                notes.append(f"not seen: the weights in {line}, which the script gives to samples itself")
+                continue
+            low, high = _ends(one["each"] for one in counted)
+            bound = _bound(counted)
             spread[index] = low, high
             by_rank = [_ends(one["each"] for one in counted if one["rank"] == rank) for rank in range(ranks)]
             is_ranks &= all(high <= low * bound for low, high in by_rank)
@@ -78,6 +105,36 @@ def within_updates(terms: Terms, ranks: int) -> list[Fault]:
         hand += " on all ranks, times the number of ranks where the wrapper averages" if ranks > 1 else ""
         faults.append(Fault("weights", line, text, hand, COUNTS[unit]))
     return faults
+
+
+def _bound(terms: Iterable[dict[str, Any]]) -> float:
+    return max([BOUND, *(1 + 4 * float(one["eps"]) for one in terms)])
+
+
+def _uneven(terms: Sequence[dict[str, Any]], name: str) -> Sequence[dict[str, Any]]:
+    """These, if what they weigh differs, also by what the script multiplies by, as in mixup; else none."""
+    scaled = [one | {key: one[key] / one["by"] for key in ("each", "total")} for one in terms if one["by"]]
+    for some in (terms, scaled):
+        low, high = _ends(one["each"] for one in some)
+        by_row = _ends(one["total"] / one["rows"] for one in some)
+        if high <= low * _bound(some) or (name not in BY_CLASS and by_row[1] <= by_row[0] * _bound(some)):
+            return []
+    return scaled
+
+
+def _own(terms: Terms) -> set[tuple[Any, ...]]:
+    """Criterions, each with an update, in which a script does more than to scale and to add up.
+
+    It takes a root, or calls of one backward weigh differently, as in losses that are means by sample.
+    """
+    paths: dict[tuple[Any, ...], list[str]] = {}
+    calls: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for (place, *site, _), by_update in terms.items():
+        for index, one in ((index, one) for index, every in by_update.items() for one in every if one["count"]):
+            calls[(place, *site, index), one["backward"]].append(one)
+            if one["divisors"] is not None:
+                paths.setdefault((place, *site), []).extend(how for how, _ in one["divisors"])
+    return {key for (key, _), every in calls.items() if "own" in paths.get(key[:-1], ["own"]) or _uneven(every, key[2])}
 
 
 def _unit(terms: Iterable[dict[str, Any]]) -> str:
@@ -159,6 +216,7 @@ def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning]
             continue
         skipped = {i for i in totals if any(one["unused"].get((line, name, inner)) for one in updates[place, i])}
         skipped |= {i for i in totals if steps[i] < common == _num_drawn(updates, place, i)}
+        skipped |= {i for i in totals if _is_changed(updates[place, i]) and (place, i) not in factors}
         if not (is_sum and _is(low, high)):  # otherwise a constant divides it
             relative = {i: total / level for i, total in totals.items() if i not in skipped}
             faults += _short(line, steps, common, relative)
@@ -170,16 +228,18 @@ def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning]
             names = found[place, usual[0]].shared if (place, usual[0]) in found else ""
             if names and all(one["print"] == every[0]["print"] for one in by_update[usual[0]]):
                 text = f"{names} gets the same gradient from each of {common} backwards of the same samples"
-                hand = f"divide its gradient by {common} before the step"
-                faults.append(Fault("shared", line, text, hand, CONTRAST))
+                faults.append(Fault("shared", line, text, f"divide its gradient by {common} before the step", CONTRAST))
             continue
-        if len({one["rank"] for one in every}) < ranks:
-            continue  # stages of a pipeline
-        if all(one["rows"] > 1 and not one["print"] for one in every):
-            continue  # targets show no different samples: all real, then all fake
+        # Stages of a pipeline, or targets that show no different samples: all real, then all fake
+        if len({one["rank"] for one in every}) < ranks or all(one["rows"] > 1 and not one["print"] for one in every):
+            continue
         alike = sum(key[0] == place and usual[0] in others for key, others in terms.items()) * level
         is_part = not _is(sums[place, usual[0]] * factors.get((place, usual[0]), factor), alike)
-        if why := _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0], is_part):
+        is_part |= any(one["parts"] in (common, ranks) for one in every)
+        why = _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0], is_part)
+        if why and why[1] == f"loss / {common}" and all(updates[place, i][0]["recurs"] for i in usual):
+            notes.append(f"{line}: adds up {common} backwards, as steps in time; divide by {common} if they are not")
+        elif why:
             text = f"{why[0]}: the gradient is {level:.4g} times that of the mean"
             faults.append(Fault("divisor", line, text, why[1]))
     return faults
@@ -220,6 +280,10 @@ def _short(line: str, steps: Mapping[int, int], common: int, weights: Mapping[in
     return [Fault("window", line, text, hand)]
 
 
+def _is_changed(ranks: Sequence[dict[str, Any]]) -> bool:
+    return any(one["changed"] for one in ranks)
+
+
 def _num_drawn(updates: Updates, place: int, index: int) -> int:
     """The number of micro-batches that a loader gave since the previous update."""
     if (place, index - 1) not in updates:
@@ -241,11 +305,12 @@ def _why(
 
     `path` leads from the loss to its criterion; of several that weigh differently each `is_part`, with a coefficient.
     """
+    path = [one for one in path if one[0] != "add"]
     plain = [value for how, value in path if how == "div" and value is not None]
     by_ranks = [value for how, value in path if how == "mul" and value is not None and _is(value, ranks)]
     by_steps = sum(_is(value, steps) for value in plain)
     # One of two divisions may be a coefficient
-    by_each = steps > 1 and (by_steps > (what == "mean") or (steps > 2 and 0 < by_steps == len(path)))
+    by_each = steps > 1 and not is_part and (by_steps > (what == "mean") or (steps > 2 and 0 < by_steps == len(path)))
     is_known = ranks > 1 and len(plain) == len(path) and not is_part
     by_all = what in BY_CLASS or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)
     are_added = ranks > 1 and _is(factor, ranks) and len(plain) + len(by_ranks) == len(path)

@@ -57,6 +57,36 @@ def focal(model, window):
         yield ((1 - (-losses).exp()) ** 2 * losses).mean() / len(window)
 
 
+def mixed(model, window):
+    for x, y in window:
+        part = float(torch.rand(()))
+        scores = model(part * x + (1 - part) * x.flip(0))
+        both = functional.cross_entropy(scores, y), functional.cross_entropy(scores, y.flip(0))
+        yield (part * both[0] + (1 - part) * both[1]) / len(window)
+
+
+def of_one(model, window):
+    """One sample, weighed by its own number, as of its time in a diffusion."""
+    for x, _ in window:
+        errors = functional.mse_loss(model(x[:1]), x[:1, :4], reduction="none").mean(1)
+        yield (errors * torch.rand(1)).mean() / len(window)
+
+
+def rooted(model, window):
+    """Takes a root of the mean, and has a coefficient that divides by as much as the window does."""
+    for x, y in window:
+        scores = model(x)
+        yield (functional.mse_loss(scores, x[:, :4]).sqrt() + functional.cross_entropy(scores, y) / 4) / len(window)
+
+
+def in_boxes(model, window):
+    """A mean over each sample's own boxes."""
+    for x, y in window:
+        each = zip(model(x), x, y.tolist(), strict=True)
+        losses = [functional.l1_loss(one[: n + 1], goal[: n + 1], reduction="sum") / (n + 1) for one, goal, n in each]
+        yield sum(losses) / len(losses) / len(window)
+
+
 def made():
     model = classifier()
     model.scale = nn.Parameter(torch.zeros(()))
@@ -64,7 +94,8 @@ def made():
     return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
 
 
-losses = {one.__name__: one for one in (weighted, distilled, of_tasks, of_pairs, of_policy, focal)}[sys.argv[1]]
+kinds = (weighted, distilled, of_tasks, of_pairs, of_policy, focal, mixed, of_one, rooted, in_boxes)
+losses = {one.__name__: one for one in kinds}[sys.argv[1]]
 others = [classifier().eval()]
 steps, loader = 4, DataLoader(Pictures(96), batch_size=6, num_workers=2 * (losses is weighted))
 model, optimizer, scheduler = made()
