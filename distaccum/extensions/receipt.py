@@ -16,6 +16,7 @@ from ..extension import Extension
 from ..job import Job
 from ..law import DistaccumError, shorten
 from ..norms import local, names_of, widest
+from ..ranks import in_contact
 from ..update import Update
 from ..window import Window
 
@@ -165,7 +166,8 @@ class Receipt(Extension):
                 used[i] = divisor * project(local(one.parameter.grad), one.parameter.shape, blocks[i].starts)
         sums = torch.cat([given.sum(0), used * share, given.norm(dim=2).sum(0)[:, None]], dim=1)
         if peers.host_group is not None:
-            dist.all_reduce(sums, group=peers.host_group)
+            with in_contact():
+                dist.all_reduce(sums, group=peers.host_group)
         closed = torch.where(share > 0, sums[:, NUM:-1], used)
         off, size = (closed - sums[:, :NUM]).norm(dim=1), sums[:, -1]
         errors = off / size.clamp(min=1e-300)  # if autograd gave nothing, any gradient is infinitely off
