@@ -37,6 +37,7 @@ RIGHT = {
     **dict.fromkeys(("ddp_samples", "ddp_samples compresses", "ddp_samples averages"), 2),
     **dict.fromkeys(("ddp_by_hand", "ddp_by_hand alone"), 2),
     "fsdp2_tokens": 2,
+    "two_models": 4,
     "accelerated": 2,
     "windows plain": 1,
     "windows ddp": 2,
@@ -265,6 +266,49 @@ def test_factor_that_a_script_gives_backward_itself_is_no_division():
             sgd.step()
             sgd.zero_grad()
     assert report.status == 0, report
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_window_in_which_a_run_is_stopped_is_no_tail(error):
+    model = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(error), distaccum.audit(model) as report:
+        for update in range(2):
+            cross_entropy(model(torch.ones(2, 4)), torch.arange(2)).backward()
+            if update:
+                raise error
+            sgd.step()
+            sgd.zero_grad()
+    assert report.updates == 1 and not report.findings
+
+
+def test_hook_that_divides_is_no_missing_division():
+    model = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)
+    with distaccum.audit(model) as report:
+        for _ in range(2):
+            cross_entropy(model(torch.randn(2, 4)), torch.arange(2)).backward()
+        sgd.step()
+    report.assert_right()
+
+
+def test_older_optimizers_with_windows_of_different_length_are_told_apart():
+    one, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    often, rarely = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))
+    x, y = torch.randn(2, 4), torch.arange(2)
+    with distaccum.audit() as report:
+        for i in range(24):
+            (cross_entropy(one(x), y) / 2).backward()
+            if i % 2:
+                often.step()
+                often.zero_grad()
+            (cross_entropy(other(x), y) / 6).backward()
+            if i % 6 == 5:
+                rarely.step()
+                rarely.zero_grad()
+    report.assert_right()
 
 
 def trained(loss_of):

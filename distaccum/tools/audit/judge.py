@@ -34,7 +34,10 @@ EVENTS = {
 
 def verdict(seen: Seen) -> Verdict:
     """Returns faults, notes, and how much was judged."""
-    faults, notes, judged = _each(seen) if _share_nothing(seen) else _together([_judge(seen)])
+    at_work = [one for one in seen if one["updates"]] or seen
+    faults, notes, judged = _together([_judge(group) for group in _groups(at_work)])
+    if idle := [str(one["rank"]) for one in seen if one not in at_work]:
+        notes.append(f"rank {', '.join(idle)} makes no update")
     trainers = {update.get("trainer", "") for one in seen for update in one["updates"]}
     return [_cured(one, trainers) for one in faults], notes, judged
 
@@ -47,7 +50,8 @@ def _together(judged: Sequence[Verdict]) -> Verdict:
     every = [one for found, _, _ in reversed(judged) for one in reversed(found)]
     faults = {(one.kind, one.text if one.kind == "shared" else one.where): one for one in every}
     notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
-    return sorted(faults.values(), key=lambda one: one.where), list(notes), judged[-1][2]
+    most = {what: max(counts[what] for _, _, counts in judged) for what in judged[0][2]}
+    return sorted(faults.values(), key=lambda one: one.where), list(notes), most
 
 
 def _cured(one: Fault, trainers: Set[str]) -> Fault:
@@ -85,8 +89,8 @@ def _judge(seen: Seen) -> Verdict:
     faults += _traffic(seen, updates, notes) + _events(seen, updates) + (apart or [])
     kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["window"] * ("cleared" in kinds)
-    if not compared:
-        notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
+    if updates and not compared and not any(one.notes for one in found.values()):
+        notes.append("not seen: receipts, since what is stepped has no gradient from backward, or in another shape")
     return [one for one in faults if one.kind not in hidden], notes, {"weights": len(terms), "receipts": compared}
 
 
@@ -107,17 +111,27 @@ def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int
     return found, kept
 
 
-def _share_nothing(seen: Seen) -> bool:
-    """True if each rank trains parameters of its own, like a stage of a pipeline, so that it is judged alone."""
-    first = [one["updates"][0] for one in seen if one["updates"] and "places" in one["updates"][0]]
-    if len(first) < max(2, len(seen)) or any(seen[0]["parameters"]["copies"]):
+def _groups(seen: Seen) -> list[Seen]:
+    """Ranks that train the same parameters: those of another stage of a pipeline are judged apart."""
+    groups: list[Any] = []
+    for one in seen:
+        if not one["updates"] or "places" not in one["updates"][0]:
+            return [seen]
+        mates = next((group for group in groups if _are_mates(group[0], one)), None)
+        if mates is None:
+            groups.append([one])
+        else:
+            mates.append(one)
+    firsts = [Reckoning(group, [one["updates"][0] for one in group], None) for group in groups if len(groups) > 1]
+    return groups if firsts and all(one.factor is not None or one.faults for one in firsts) else [seen]  # FSDP1's
+
+
+def _are_mates(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    first, second = one["updates"][0], other["updates"][0]
+    if one["mesh"] != other["mesh"] or first["places"] != second["places"]:
         return False
-    places, values = first[0]["places"], [one["values"] for one in first]
-    alike = all(one["places"] == places for one in first) and len({one.shape for one in values}) == 1
-    if alike and same_on_all(values, columns(seen[0], places)["vector"]).any():
-        return False
-    alone = [Reckoning([one], [update], None) for one, update in zip(seen, first, strict=True)]
-    return all(one.factor is not None or one.faults for one in alone)  # False for shards of FSDP1
+    values, vectors = [first["values"], second["values"]], columns(one, first["places"])["vector"]
+    return bool(one["mesh"] or (values[0].shape == values[1].shape and same_on_all(values, vectors).any()))
 
 
 def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
@@ -153,7 +167,8 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
             elif not ended:
                 text = f"clears {num + by_line.get((line, True), 0)} backwards before any step"
                 faults.append(Fault("cleared", line, text, "clear gradients after the step alone"))
-        if left := [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]:
+        left = [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]
+        if left and one["ended"]:  # not by an error or Ctrl-C
             faults.append(Fault("tail", left[-1], f"no step follows the run's last {len(left)} micro-batches", TAIL))
     return faults
 
@@ -214,20 +229,23 @@ def _traffic(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
         for of_ranks in list(zip(*every, strict=True))[:-1]:
             after, got = (torch.stack([one[key] for one in of_ranks]) for key in ("left", "received"))
             line, reduced = of_ranks[0]["line"], (copies == 0) & _alike(after, 1) & ~_alike(got, 1)
+            gathered = (copies > 0) & got.any(-1).any(0)  # so by FSDP2, not by tensor parallelism
             if reduced.any():
                 early[line] += 1
                 sent += int(size[reduced].sum())
-            scattered[line] += bool(after[:, copies > 0].any())
-            mixed += bool(((copies > 1) & _alike(after, len(seen) // copies.clamp(min=1)) & ~_alike(got, 1)).any())
+            scattered[line] += bool(after[:, gathered].any())
+            mixed += bool(
+                (gathered & (copies > 1) & _alike(after, len(seen) // copies.clamp(min=1)) & ~_alike(got, 1)).any()
+            )
         least += int(size[(copies == 0) & after.any(-1).any(0)].sum())
     if num := scattered.total():
         (line, _), times = scattered.most_common(1)[0], f"{num / windows + 1:.3g} times per update"
         note = f"{line}: shards are reduced {times}, {_mib(shards)} each, which saves memory"
         more = "; so are their replicas, which does not: set_requires_all_reduce(False) before a window's last backward"
         notes.append(note + more * (mixed > 0))
-    if not early:
-        return []
     num = early.total()
+    if 2 * num <= windows:  # none, or now and then, as torch's pipelines over DDP do in their first update
+        return []
     text = f"{num / windows + 1:.3g} reductions of {_mib(sent / num)} per update, and the last would do"
     if abs(sent * windows - least * num) > 0.01 * least * num:  # only a part of the parameters is reduced early
         text += f" ({_mib((sent + least) / windows)}, where {_mib(least / windows)} is enough)"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...extensions.receipt import block_of, is_seen, project
 from ...norms import names_of
-from .private import gathered_parameters
+from .private import gathered_parameters, is_hooked
 
 Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")
@@ -42,7 +42,9 @@ class Ledger:
         self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
         self.names: dict[int, str] = {}  # by place
         self.coarse: set[int] = set()  # places of gradients in half precision
+        self.mesh: list[int] = []  # the ranks that FSDP2 shards over
         self.receiving: Receipts | None = None  # of the backward that runs now
+        self.is_hooked = False  # by the script, whose hooks may divide too
         self._places: dict[int, int] = {}  # by id
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known, self._trained = (0, 0), list[weakref.ref[nn.Module]]()
@@ -60,8 +62,10 @@ class Ledger:
         return set[int]().union(*(self.owners.get(place, ()) for place in places if place is not None))
 
     def add_root(self, root: nn.Module, /, *_: Any, **options: Any) -> None:
-        if len(self._roots) < 32 and all(ref() is not root for ref in self._roots):
-            self._roots.append(weakref.ref(root))
+        if all(ref() is not root for ref in self._roots):
+            inner = {*map(id, root.modules())} if vars(root) else set[int]()  # as of fully_shard, layer by layer
+            self._roots = [*(ref for ref in self._roots if id(ref()) not in inner), weakref.ref(root)][:32]
+            self._known = (0, 0)
 
     def roots(self) -> list[nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
@@ -101,7 +105,7 @@ class Ledger:
             "numel": [one.numel() for one in every],
             "bytes": [one.numel() * one.element_size() for one in every],
         }
-        return {"parameters": about, "wrapped": self.is_wrapped()}
+        return {"parameters": about, "wrapped": self.is_wrapped(), "mesh": self.mesh}
 
     # Receipts
 
@@ -116,7 +120,10 @@ class Ledger:
             if leaf is None or id(leaf) in self._hooks or not leaf.requires_grad or not is_seen(leaf):
                 continue
             if not hasattr(leaf, "to_local"):  # otherwise a shard that is not gathered, or tensor-parallel
+                self.is_hooked |= is_hooked(leaf)
                 self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
+                if leaf is not parameter:
+                    self.mesh = parameter.device_mesh.mesh.flatten().tolist()
                 if torch.finfo(leaf.dtype).eps > 1e-4:
                     self.coarse.add(place)
 

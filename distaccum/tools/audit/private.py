@@ -51,6 +51,11 @@ def version(tensor: Any) -> int:
     return int(tensor._version)
 
 
+def is_hooked(leaf: Any) -> bool:
+    """True where a script has hooks that may change its gradient, which torch tells by no public name."""
+    return bool(getattr(leaf, "_backward_hooks", None))
+
+
 def num_dims(one: Any) -> int:
     """The number of dimensions that a tensor had before it was flattened, if its graph shows it."""
     node = one.grad_fn

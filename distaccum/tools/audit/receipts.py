@@ -81,7 +81,7 @@ class Reckoning:
     def _judge(self, is_copy: Tensor) -> None:
         judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0)
         gone = judged & (self.closed.norm(dim=-1).amax(0) == 0)
-        if gone.any() and not gone[judged].all():
+        if gone.any():
             lacks = f"{self.line} steps without a gradient of {self._named(gone)}"
             self.notes.append(f"{lacks}, although backward gave one")
         judged &= ~gone

@@ -34,7 +34,7 @@ def run(given: Any) -> int:
         try:
             exec(code, sys.modules["__main__"].__dict__)
         except SystemExit as left:  # also after as many updates as were asked for
-            status = left.code
+            status, report.ended = left.code, not left.code
         except Exception as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
             status, report.ended = 2, False

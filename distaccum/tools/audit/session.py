@@ -65,7 +65,7 @@ class Audit:
         if missing := [what for what, num in self.judged.items() if not num]:
             lines = [f"audit: nothing wrong was seen in {about}: {looked}; {' and '.join(missing)} were not judged"]
         if self.status == 2:
-            lines = ["audit: nothing could be judged: no optimizer stepped what a backward gave"]
+            lines = ["audit: nothing could be judged: no optimizer of this process stepped what a backward gave"]
         elif num := len(self.findings):
             lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
         for one in self.findings:

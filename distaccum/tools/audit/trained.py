@@ -44,6 +44,7 @@ class Trained:
     def __init__(self, optimizer: Any, place: int, ledger: Ledger, pending: list[Backward]) -> None:
         self.optimizer, self.place, self.pending, self._ledger = optimizer, place, pending, ledger
         self.num = self._num_cleared = 0
+        self.is_seen = False  # by receipts
         self._used: tuple[int, int] | None = None  # a gradient at the last step
         self._left: tuple[int, int] | None = None  # a gradient after the last backward; engines may keep them elsewhere
         self._now: tuple[int, int] | None = None  # the same before it is unscaled, clipped or used

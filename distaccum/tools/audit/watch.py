@@ -187,7 +187,7 @@ class Watch:
             self.ledger.arm()
         else:
             self.ledger.disarm()
-        if made.received is not None or not self._heard:
+        if not self.ledger.is_hooked and (made.received is not None or not self._heard):
             quietly(private.note_divisors)(args[at] if len(args) > at else options.get("tensors"), self._see_fused)
         quietly(self._note_modes)(made.line)
         self._current = made
@@ -205,7 +205,9 @@ class Watch:
             known = self._touches.get(made.line, set())
         touched, made.is_sure = frozenset[int]().union(*known), len(known) < 2
         for one in self.trained.values():
-            if not touched or one.place in touched:
+            one.is_seen |= bool(made.received) and one.place in touched
+            # Nothing received: it reached one that is not known yet, or one that receipts do not see
+            if one.place in touched or not (touched or (one.is_seen and made.received is not None)):
                 one.add(made, KEPT)
         if not self.trained:
             self._early = [*self._early[-KEPT:], made]
@@ -228,8 +230,8 @@ class Watch:
 
     def _know(self, optimizer: Any) -> Trained:
         if id(optimizer) not in self.trained:
-            self.trained[id(optimizer)] = Trained(optimizer, len(self.trained), self.ledger, self._early)
-            self._early = []
+            early = self._early if len({made.line for made in self._early}) == 1 else []  # else whose, nobody knows
+            self.trained[id(optimizer)], self._early = Trained(optimizer, len(self.trained), self.ledger, early), []
         one = self.trained[id(optimizer)]
         for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
@@ -242,6 +244,8 @@ class Watch:
 
     def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
         if self._stepping is not None or self._current is not None:  # inside another optimizer's, or in backward
+            if self._stepping is None:
+                self.notes["not seen: optimizers that step within backward"] = None
             return None
         self._stepping, one = optimizer, self._know(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
