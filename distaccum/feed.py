@@ -19,7 +19,7 @@ from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_en
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
 from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, whole_number
 from .private import own_version_of
-from .ranks import Owed, Rows
+from .ranks import Owed, Reports
 
 NUM_ELEMENTS = 64  # compared in each tensor of a loop's first item
 # A tensor, torch's count of writes to it, and some elements, since numpy and others write without torch's knowledge.
@@ -114,39 +114,38 @@ class Ahead:
         self.window: object = None  # a weak reference to the last window
         self.at_start: Position | None = None  # the loader's position where that window began
 
-    def draw(self, index: int) -> tuple[Draw, Rows]:
+    def draw(self, index: int) -> tuple[Draw, Reports]:
         """This rank's part of update `index`, and the reports of all ranks."""
         # Either the report was paid ahead and still fits, or it is paid now, or all ranks plan anew: a rank did not
         # pay, the steps have changed, or the last window was left or skipped and so lacks the expected stand-in.
         owed, self._owed, self._is_due = self._owed, None, False
         if owed is not None and owed.update == index and owed.wait is None:
             self._next = draw(self._job, self._make, index)
-            self._peers.pay(owed, self._next.report.to_row())
+            self._peers.pay(owed, self._next.report)
         elif owed is not None and owed.update == index:
             drawn_for, self._num = self._num, 0
             with suppress(Exception):  # drawing it anew, below, fails with the same error
                 self._num = num_items(self._job, index)
             self._next = self._next if self._num == drawn_for else None
         found, self._next = self._next, None
-        rows = None if owed is None else self._peers.settle(owed)
+        reports = None if owed is None else self._peers.settle(owed)
         lacks = self._job.substitute is None and found is not None and found.report.has_stand_in
-        if found is None or rows is None or found.report.update != index or lacks:
-            found, rows = draw(self._job, self._make, index), None
+        if found is None or reports is None or found.report.update != index or lacks:
+            found, reports = draw(self._job, self._make, index), None
         if found.error is not None:
             self.reader.drop(self._num)  # its error is raised now
             if self._communicates and not found.report.num_drawn:
                 # The others wait for this rank inside the loader, where no report of an error reaches them.
                 all_or_none((), found.take_error(), "")
-        return found, self._peers.plan(found.report.to_row()) if rows is None else rows
+        return found, self._peers.plan(found.report) if reports is None else reports
 
     def accept(self, draw: Draw, *, ahead: bool) -> None:
         """Notes that all ranks made a window of `draw`; with `ahead`, the next one may be drawn now."""
         self.at_start = self.reader.use(self._num)
         if ahead and self._reads_ahead:
-            report = draw.report
-            self._owed = self._peers.owe(report.update + 1, len(report) - 1 + len(report.totals))
+            self._owed = self._peers.owe(draw.report)
             with suppress(Exception):  # requesting that window fails with the same error
-                self._num, self._is_due = num_items(self._job, report.update + 1), True
+                self._num, self._is_due = num_items(self._job, self._owed.update), True
         else:
             self.reader.settle_reuse()  # from here on the loop may write to the items
 
@@ -162,7 +161,7 @@ class Ahead:
         if not self._is_due and owed is not None and owed.wait is None:
             with suppress(WouldWait):
                 self._next = draw(self._job, partial(self._make, ahead=True), owed.update, ahead=True)
-                self._peers.pay(owed, self._next.report.to_row())
+                self._peers.pay(owed, self._next.report)
 
     def leave(self) -> bool:
         """Stops drawing, because the loop over windows() is over; returns whether the reader keeps any items."""

@@ -10,8 +10,8 @@ from .cutting import Batch
 from .feed import Ahead, Draw, Make, Pace, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
-from .law import DistaccumError, Plan, RankReport, all_or_none, in_short, shorten
-from .ranks import Rows
+from .law import DistaccumError, Plan, all_or_none, in_short, shorten
+from .ranks import Reports
 from .window import SUM, Window
 
 
@@ -46,12 +46,12 @@ class Planner:
         """Plans the window of the micro-batches that `make` returns for the next update."""
         self._begin()
         found = draw(self.job, make, self.job.index, manner)
-        return self._window_of(found, self.job.engine.peers.plan(found.report.to_row()), manner)
+        return self._window_of(found, self.job.engine.peers.plan(found.report), manner)
 
     def _plan_from(self, feed: Ahead) -> Window:
         self._begin()
-        found, rows = feed.draw(self.job.index)
-        window = self._window_of(found, rows, LOOP, feed.pace)
+        found, reports = feed.draw(self.job.index)
+        window = self._window_of(found, reports, LOOP, feed.pace)
         feed.accept(found, ahead=not window.plan.no_more_after and not window.plan.epoch_over)
         return window
 
@@ -60,9 +60,9 @@ class Planner:
         for one in self.job.adapters:
             one.begin()
 
-    def _window_of(self, found: Draw, rows: Rows, manner: Manner, pace: Pace | None = None) -> Window:
-        """Makes the window from the rows of all ranks; raises on all of them if one failed."""
-        job, engine, reports = self.job, self.job.engine, [RankReport.from_row(row) for row in rows]
+    def _window_of(self, found: Draw, reports: Reports, manner: Manner, pace: Pace | None = None) -> Window:
+        """Makes the window from the reports of all ranks; raises on all of them if one failed."""
+        job, engine = self.job, self.job.engine
         if any(one.failed for one in reports):
             failed = engine.peers.gather_objects(found.error and in_short(found.error), everyone=True)
             why = "rank {ranks} could not plan this window ({why}); no gradient was touched"

@@ -32,16 +32,17 @@ PATIENCE = timedelta(seconds=10)  # at the end of a process, for a sum that othe
 
 Value = TypeVar("Value")
 Rows = list[list[float]]
-ABANDONED = -1.0  # in place of an update's index: this rank has nothing to report for it
+Reports = list[RankReport]  # of all ranks that take part in updates
+ABANDONED = -1  # in place of an update's index: this rank has nothing to report for it
 
 
 @dataclass(eq=False)
 class Owed:
-    """A row that all ranks owe each other for the plan of `update`, which may never be made."""
+    """A report that all ranks owe each other for the plan of `update`, which may never be made."""
 
     update: int
-    width: int
-    wait: Callable[[], Rows] | None = None  # set once the row is posted
+    nothing: RankReport  # in its place, if this rank never pays: as wide as the others
+    wait: Callable[[], Reports] | None = None  # set once the report is posted
 
 
 class Peers:
@@ -78,19 +79,19 @@ class Peers:
         """Makes the losses of these ranks add up."""
         self._record_group, self._record_host = group, None if group is None else own_group(group)
 
-    def plan(self, row: Sequence[float]) -> Rows:
-        """Gathers a plan's row from all ranks that take part in updates."""
+    def plan(self, report: RankReport) -> Reports:
+        """Gathers a window's report from all ranks that take part in updates."""
         self._settle_standing()
-        return self._send(row, self._plans)()
+        return self._post(report)()
 
-    def owe(self, update: int, width: int) -> Owed:
-        """Notes that every rank owes its row for the plan of `update`, which it may `pay` early.
+    def owe(self, last: RankReport) -> Owed:
+        """Notes that every rank owes its report for the update after the `last`, which it may `pay` early.
 
         Ranks may leave the window before it at different places, and never pay. So the debt is settled before the next
-        plan of any kind, by any Accumulator on these ranks: then all ranks read the same rows in the same order.
+        plan of any kind, by any Accumulator on these ranks: then all read the same reports in the same order.
         """
         self._settle_standing()
-        owed = Owed(update, width)
+        owed = Owed(last.update + 1, last._replace(update=ABANDONED))
         if self._plans is not None:
             _OWED[self._plans] = owed
         return owed
@@ -99,18 +100,24 @@ class Peers:
         if self._plans is not None and (standing := _OWED.get(self._plans)) is not None:
             self.settle(standing)
 
-    def pay(self, owed: Owed, row: Sequence[float]) -> None:
-        owed.wait = self._send(row, self._plans)
+    def pay(self, owed: Owed, report: RankReport) -> None:
+        owed.wait = self._post(report)
 
-    def settle(self, owed: Owed) -> Rows | None:
-        """The rows of all ranks, or None if some rank did not pay: then all ranks plan anew."""
+    def settle(self, owed: Owed) -> Reports | None:
+        """The reports of all ranks, or None if some rank did not pay: then all ranks plan anew."""
         if owed.wait is None:
-            self.pay(owed, [ABANDONED] * owed.width)
+            self.pay(owed, owed.nothing)
         if self._plans is not None and _OWED.get(self._plans) is owed:
             del _OWED[self._plans]
         assert owed.wait is not None
-        rows = owed.wait()
-        return None if any(row[0] == ABANDONED for row in rows) else rows
+        reports = owed.wait()
+        return None if any(one.update == ABANDONED for one in reports) else reports
+
+    def _post(self, report: RankReport) -> Callable[[], Reports]:
+        if self._plans is None:
+            return lambda: [report]
+        gathered = self._send(report.to_row(), self._plans)
+        return lambda: list(map(RankReport.from_row, gathered()))
 
     def combine(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> Sequence[RankReport]:
         """Merges the reports of all that take part in updates to one per rank of the group; `counts`: of the job."""
