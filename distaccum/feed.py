@@ -392,7 +392,8 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
     )
     try:
         last = (full or micros)[-1] if micros and engine.lockstep else None
-        substitute = last and replace(last, batch=fresh(last.batch))  # the loop takes the other
+        names = len(job.config.counts) if manner.is_sum else 1  # it may stand in where there are more
+        substitute = last and replace(last, batch=fresh(last.batch), counts=last.counts * names)
         return Draw(report, micros, substitute, error)
     finally:
         del error, batches  # otherwise this frame and the error's traceback would keep each other, and what was drawn

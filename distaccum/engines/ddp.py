@@ -91,6 +91,9 @@ class DDPEngine(Engine):
                 )
 
     def check(self, plan: Plan) -> None:
+        # If DDP saw the graph under another Accumulator, its next forward after a reduction would lay the buckets out
+        # together with all ranks, and a rank may have no next forward.
+        self._unseen_graphs = [one for one in self._unseen_graphs if not _shared(one).has_seen_graph]
         for wrapper, reduced in self._covered.items():
             _refuse_changes(wrapper, reduced, self._left_out)
         if plan.uneven:
@@ -157,6 +160,7 @@ class DDPEngine(Engine):
         unseen = [one for one, stamps in pairs if not self._has_reduced(one, stamps)]  # another part's, or model's
         for wrapper in self._unseen_graphs:
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = wrapper in unseen, False
+            _shared(wrapper).has_seen_graph = wrapper not in unseen
         self._armed, self._unseen_graphs, self._graph_is_torn = [], unseen, False
 
     def with_earlier(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> Roots:
@@ -275,6 +279,7 @@ class _Shared:
     takers: list[DDPEngine] = field(default_factory=list)  # engines with an open window on it
     found: tuple[bool, bool] = (True, True)  # its flags before the first of these windows
     is_laid_out: bool | None = None  # its buckets have their final layout; None: it has not reduced yet
+    has_seen_graph: bool = False  # its static graph, in a backward of one of these windows
 
 
 _SHARED: weakref.WeakKeyDictionary[DistributedDataParallel, _Shared] = weakref.WeakKeyDictionary()

@@ -173,9 +173,9 @@ def test_windows_of_two_accumulators_stay_exact_beside_steps_by_hand(options):
     """Steps by hand make DDP lay out its buckets, in the forward of the second."""
     ddp = DistributedDataParallel(make_net_without_router(), **options)
     found = []
-    for _ in range(2):
+    for num in (1, 2):
         for accumulator in [Accumulator(ddp, SGD(ddp.parameters(), lr=0.0)) for _ in range(2)]:
-            found += gradients_off(ddp, accumulator, [[[2, 1], [2, 3, 1]]] * 2)
+            found += gradients_off(ddp, accumulator, [[[2], [2, 3, 1]]] * num)
         for _ in range(3):
             ddp(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
             ddp.zero_grad()
