@@ -6,9 +6,11 @@ pytorch-lightning#19987, tt-metal#17568, h2o-llmstudio#663, LoongForge#163, nano
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
+import weakref
 from functools import partial, wraps
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -308,6 +310,39 @@ def test_older_optimizers_with_windows_of_different_length_are_told_apart():
             if i % 6 == 5:
                 rarely.step()
                 rarely.zero_grad()
+    report.assert_right()
+
+
+def test_clipping_for_another_optimizer_is_none_in_a_window():
+    """One half clips and steps each time, the other steps every second time."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    quick, slow = (torch.optim.SGD(one.parameters(), lr=0.1) for one in model)
+    with distaccum.audit(model) as report:
+        for i in range(8):
+            cross_entropy(model(torch.randn(2, 4)), torch.randint(3, (2,))).backward()
+            nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
+            quick.step()
+            quick.zero_grad()
+            if i % 2:
+                for parameter in model[1].parameters():
+                    parameter.grad /= 2
+                slow.step()
+                slow.zero_grad()
+    report.assert_right()
+
+
+def test_no_model_is_kept_whose_optimizer_is_gone():
+    kept = []
+    with distaccum.audit() as report:
+        for _ in range(3):
+            model = nn.Linear(4, 3)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            cross_entropy(model(torch.randn(2, 4)), torch.randint(3, (2,))).backward()
+            sgd.step()
+            kept.append(weakref.ref(model.weight))
+            del model, sgd
+            gc.collect()
+    assert [one() is None for one in kept[:-1]] == [True, True] and report.updates == 3
     report.assert_right()
 
 

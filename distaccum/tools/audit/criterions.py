@@ -78,6 +78,8 @@ def unit_of(name: str, given: dict[str, Any]) -> str:
     """The unit of its mean: samples if each row of scores has one target, and no text was flattened."""
     if name not in BY_CLASS:
         return "samples" if name in _BY_ROW.split() else "elements"
+    if given.get("weight") is not None:
+        return "class weights"
     scores, target = given.get("input"), given.get("target")
     is_flat = isinstance(scores, Tensor) and isinstance(target, Tensor) and num_dims(scores) == 2 > num_dims(target)
     return "samples" if is_flat else "tokens"

@@ -38,7 +38,7 @@ class Ledger:
     """The parameters of all optimizers, each with a place in the order in which they were met."""
 
     def __init__(self) -> None:
-        self.parameters: list[Any] = []  # they stay alive, so no other gets their id
+        self.parameters: list[Any] = []  # alive while an optimizer is, so no other gets their id
         self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
         self.names: dict[int, str] = {}  # by place
         self.coarse: set[int] = set()  # places of gradients in half precision
@@ -46,15 +46,29 @@ class Ledger:
         self.receiving: Receipts | None = None  # of the backward that runs now
         self.is_hooked = False  # by the script, whose hooks may divide too
         self._places: dict[int, int] = {}  # by id
+        self._refs: list[weakref.ref[Any]] = []  # by place
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known, self._trained = (0, 0), list[weakref.ref[nn.Module]]()
         self._hooks: dict[int, Any] = {}
 
     def place(self, parameter: Any) -> int:
-        if id(parameter) not in self._places:
-            self._places[id(parameter)] = len(self.parameters)
+        place = self._places.get(id(parameter))
+        if place is None or self._refs[place]() is not parameter:
+            place = self._places[id(parameter)] = len(self.parameters)
             self.parameters.append(parameter)
-        return self._places[id(parameter)]
+            self._refs.append(weakref.ref(parameter))
+        self.parameters[place] = parameter
+        return place
+
+    def release(self, owner: int) -> None:
+        """Keeps no parameter alive for an optimizer that is gone."""
+        for place, owners in [*self.owners.items()]:
+            owners.discard(owner)
+            if not owners and not hasattr(parameter := self.parameters[place], "to_local"):
+                del self.owners[place]
+                if (hook := self._hooks.pop(id(parameter), None)) is not None:
+                    hook.remove()
+                self.parameters[place] = torch.empty_like(parameter, device="meta")
 
     def owners_of(self, parameters: Iterable[nn.Parameter]) -> set[int]:
         """The optimizers that hold any of these parameters that has a gradient."""

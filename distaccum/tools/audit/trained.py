@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -42,7 +43,7 @@ class Trained:
     """An optimizer, with the backwards of its current update and what happened between them."""
 
     def __init__(self, optimizer: Any, place: int, ledger: Ledger, pending: list[Backward]) -> None:
-        self.optimizer, self.place, self.pending, self._ledger = optimizer, place, pending, ledger
+        self.optimizer, self.place, self.pending, self._ledger = weakref.ref(optimizer), place, pending, ledger
         self.num = self._num_cleared = 0
         self.is_seen = False  # by receipts
         self._used: tuple[int, int] | None = None  # a gradient at the last step
@@ -50,17 +51,13 @@ class Trained:
         self._now: tuple[int, int] | None = None  # the same before it is unscaled, clipped or used
         # Kind, line ("": a window of ours), the number of backwards before it, and the schedule's id
         self.events: list[tuple[str, str, int, int]] = []
+        self._last_events = self.events  # of the last update
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
 
     @property
     def is_waiting(self) -> bool:
         """True if a backward gave gradients that were neither used nor cleared."""
         return bool(self.pending) and self.pending[-1].cleared is None
-
-    @property
-    def repeats(self) -> bool:
-        """True where it has the gradient of the step before, untouched."""
-        return self._used is not None and self._used == self._gradient()
 
     @property
     def num_drawn(self) -> int:
@@ -74,11 +71,16 @@ class Trained:
 
     def _gradient(self) -> tuple[int, int] | None:
         """One of its gradients, and how often it was changed."""
-        every = (parameter.grad for parameter in parameters_of(self.optimizer) if parameter.grad is not None)
+        every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
         return next(((id(one), version(one)) for one in every), None)
 
     def add(self, made: Backward, most: int) -> None:
         self.pending, self._closed, self._now, self._left = [*self.pending[-most:], made], None, None, self._gradient()
+
+    def note_again(self, line: str) -> None:
+        """Notes at the last update that the gradient of its step, untouched, is used again."""
+        if self._used is not None and self._used == self._gradient():
+            self._last_events.append(("again", line, 0, 0))
 
     def note(self, kind: str, line: str = "", whose: int = 0) -> None:
         self.events.append((kind, line, len(self.pending), whose))
@@ -104,6 +106,10 @@ class Trained:
         self._used = self._gradient()
         self.pending, self._closed, self.events = [], None, []
 
+    def rest(self) -> list[dict[str, Any]]:
+        """Backwards that surely reached it, and that no step used."""
+        return [made.as_dict() for made in self.pending if made.is_sure and not made.is_used]
+
     def record(self) -> dict[str, Any]:
         """Returns what is known about the update, in plain numbers."""
         used = {made.line for made in self.pending if made.cleared is None}
@@ -112,7 +118,7 @@ class Trained:
             made.is_used |= made.cleared is None
         gone = {made.line for made in self.pending if made.cleared and made.is_used} & used  # by another optimizer
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
-        backwards = [made.as_dict() for made in self.pending]
+        backwards, self._last_events = [made.as_dict() for made in self.pending], self.events
         found = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
         found |= {"changed": self._now != self._left, "moved": False, "gone": sorted(gone)}
         if self._closed is not None:
@@ -139,7 +145,7 @@ class Trained:
 
 
 def parameters_of(optimizer: Any) -> Iterable[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
 
 
 def _plain(how: str, value: Any) -> tuple[str, float | None]:

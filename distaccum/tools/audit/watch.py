@@ -83,6 +83,7 @@ class Watch:
         self.updates: list[dict[str, Any]] = []
         self.notes: dict[str, None] = {}  # about what is no mistake, or was not seen
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
+        self._gone: list[Trained] = []  # whose optimizer is
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.norms: dict[str, None] = {}  # names of batch normalisation in training mode
         self._modes: dict[tuple[str, int], bool] = {}
@@ -105,7 +106,6 @@ class Watch:
             (owner, f"clip_grad_{kind}_") for owner in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")
         )
         before: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((owner, name, self._clip) for owner, name in clips),
             (Optimizer, "zero_grad", self._clear),
             (nn.Module, "zero_grad", self._clear),
             (nn.Module, "named_parameters", self.ledger.add_root),
@@ -116,6 +116,7 @@ class Watch:
         ]
         around: list[tuple[Any, str, Callable[..., Any]]] = [
             *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
+            *((owner, name, self._clip) for owner, name in clips),
             (Optimizer, "add_param_group", self._add_group),
             (LRScheduler, "step", self._schedule),
             (Window, "backward", self._weigh),
@@ -179,9 +180,8 @@ class Watch:
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
         made, num = Backward(where()[0], self._drawn), self._num
-        for one in self.trained.values():
-            if one.is_waiting and one.is_emptied:
-                one.forgo("")
+        for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):
+            one.forgo("")
         if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
@@ -229,10 +229,14 @@ class Watch:
     # Steps
 
     def _know(self, optimizer: Any) -> Trained:
-        if id(optimizer) not in self.trained:
+        one = self.trained.get(id(optimizer))
+        if one is None or one.optimizer() is not optimizer:
+            for key, gone in [(key, one) for key, one in self.trained.items() if one.optimizer() is None]:
+                self._gone.append(self.trained.pop(key))
+                self.ledger.release(gone.place)
             early = self._early if len({made.line for made in self._early}) == 1 else []  # else whose, nobody knows
-            self.trained[id(optimizer)], self._early = Trained(optimizer, len(self.trained), self.ledger, early), []
-        one = self.trained[id(optimizer)]
+            one = Trained(optimizer, len(self.trained) + len(self._gone), self.ledger, early)
+            self.trained[id(optimizer)], self._early = one, []
         for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
         return one
@@ -281,9 +285,7 @@ class Watch:
     @quietly
     def _record(self, one: Trained) -> None:
         if not one.pending:
-            last = next((update for update in reversed(self.updates) if update["optimizer"] == one.place), None)
-            if last is not None and one.repeats:
-                last["events"].append(("again", where()[0], 0, 0))
+            one.note_again(where()[0])
             return
         one.close()
         now = time.perf_counter()
@@ -334,8 +336,11 @@ class Watch:
         finally:
             self._scheduling = False
 
-    def _clip(self, *_: Any, **options: Any) -> None:
-        self._meddle("clip", *self.trained.values())
+    def _clip(self, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        owners = quietly(self.ledger.owners_of)(given) or ()
+        self._meddle("clip", *(one for one in self.trained.values() if one.place in owners))
+        return original((one for one in given) if isinstance(parameters, Iterator) else parameters, *args, **options)
 
     def _pad(self, sampler: Any) -> None:
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
@@ -368,12 +373,7 @@ class Watch:
         return {
             **self.ledger.as_dict(),
             "updates": self.updates,
-            "rest": {
-                one.place: []
-                if self.most
-                else [made.as_dict() for made in one.pending if made.is_sure and not made.is_used]
-                for one in self.trained.values()
-            },
+            "rest": {one.place: [] if self.most else one.rest() for one in [*self._gone, *self.trained.values()]},
         }
 
 

@@ -17,6 +17,7 @@ MEANS = ("mean", "batchmean")
 COUNTS = {  # cures, by the unit of a mean
     "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
     "samples": "Accumulator(...), which counts samples, window.backward(mean)",
+    "class weights": "Accumulator(..., count=...), a function that adds up those of a batch, window.backward(mean)",
     "elements": "Accumulator(..., count=...), a function that counts a batch's elements, window.backward(mean)",
 }
 CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
@@ -48,7 +49,7 @@ def terms_of(updates: Updates, notes: list[str]) -> Terms:
                     total = num * term["seed"] / update["scale"] * (1 if term["reduction"] in MEANS else term["count"])
                     each = total / term["count"] if term["count"] else 0.0
                     more = {"rank": rank, "total": total, "each": each, "backward": id(backward)}
-                    by = _product(term["divisors"])
+                    by = _product(term["divisors"], term["count"])
                     more["by"] = by and by / update["scale"]
                     more["parts"] = (adds + 1) * (adds >= len(backward["terms"]))  # of a loss, one of them unseen
                     found[place, site[0], site[1], site[2], calls[site]][index].append(term | more)
@@ -65,9 +66,12 @@ def _num_added(path: Sequence[tuple[str, Any]] | None) -> int:
     return sum(how == "add" for how, _ in path or ())
 
 
-def _product(path: Sequence[tuple[str, Any]] | None) -> float | None:
-    """The product of what the script multiplies by; None where nobody looked."""
-    return None if path is None else math.prod(value or 1.0 for how, value in path if how.startswith("mul"))
+def _product(path: Sequence[tuple[str, Any]] | None, count: float) -> float | None:
+    """The product of what the script multiplies by, and divides by unless that is a count; None where nobody looked."""
+    if path is None:
+        return None
+    others = (value for how, value in path if how == "div" and value and value % 1 and not _is(value, count))
+    return float(math.prod(abs(value or 1.0) for how, value in path if how.startswith("mul")) / math.prod(others))
 
 
 def within_updates(terms: Terms, ranks: int, notes: list[str]) -> list[Fault]:
