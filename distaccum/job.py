@@ -60,6 +60,8 @@ class Job(Prepared):
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
+        for name, one, needs in (("scaler", scaler, "is_enabled"), ("accelerator", accelerator, "distributed_type")):
+            as_list(name, None if one is None else [one], needs)
         self.config, self.adapters = config, adapters_for(accelerator)
         self.models = as_list("model", model, "forward")
         self.optimizers = as_list("optimizer", optimizer, "param_groups")

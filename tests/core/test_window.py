@@ -360,6 +360,7 @@ def keeping_samples():
             "optimizer is a Wrapping, a torch optimizer without step hooks",
         ),
         ({"model": keeping_samples()}, ValueError, "keeps the gradient of each sample .grad_sample on its parameters"),
+        ({"scaler": True}, TypeError, "scaler=True is a bool without is_enabled, expected a scaler"),
         (lambda o: {"optimizer": [o, o]}, ValueError, "optimizer holds the same .* twice, which would step twice"),
         (
             lambda o: {"scheduler": [StepLR(o, 1)] * 2},
