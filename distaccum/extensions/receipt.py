@@ -247,7 +247,8 @@ def explain(given: Given, closed: Tensor, before: Tensor | None, index: int, bou
                 fits.append((float((basis @ more - rest).norm()), weights))
         for off, weights in fits:
             if off < most * rest.norm() and off <= 3 * min(one for one, _ in fits) + 1e-6 * size:
-                return shorten([_said(*one) for one in weights.items() if len(weights) == 1 or abs(one[1]) > 0.05])
+                least = min(0.05, max(map(abs, weights.values())) / 2)
+                return shorten([_said(*one) for one in weights.items() if len(weights) == 1 or abs(one[1]) > least])
     if rest.norm() < 0.02 * whole.norm():
         return "each part is in it, rounded as by sums or a reduction in lower precision"
     return "it is no sum of such parts, with whatever weights"

@@ -222,6 +222,7 @@ PLANTS = {
     "divisor": Plant(lambda g, _: g / 2, "it is 0.5 times that"),
     "divisor in one bucket": Plant(lambda g, _: 2 * g, "it is 2 times that", parameters=(2, 3)),
     "stale": Plant(lambda g, before: g + before, "it still holds that of update 0", steps=(0,)),
+    "a little more": Plant(lambda g, _: 1.01 * g, "micro-batch 0 of rank 1 counts 1.01 times", (1,), (0, 2)),
     "lower precision": Plant(lambda g, _: g.bfloat16().float(), "rounded as by sums"),
 }
 
