@@ -179,9 +179,9 @@ class Reckoning:
 
 
 def same_on_all(values: Sequence[Tensor], vectors: Tensor) -> Tensor:
-    """Tells which parameters are equal on all ranks; if some are not, equal vectors may be shards of zeros."""
+    """Tells which parameters are equal on all ranks; if some are not, equal vectors, and zeros, may be shards."""
     same = (torch.stack([one - values[0] for one in values]).abs() == 0).all(0).all(-1)
-    return same if same.all() else same & ~vectors
+    return same if same.all() else same & ~vectors & values[0].any(-1)
 
 
 def _ratio(closed: Tensor, given: Tensor) -> Tensor:
