@@ -35,7 +35,10 @@ EVENTS = {
 def verdict(seen: Seen) -> Verdict:
     """Returns faults, notes, and how much was judged."""
     at_work = [one for one in seen if one["updates"]] or seen
-    faults, notes, judged = _together([_judge(group) for group in _groups(at_work)])
+    groups = _groups(at_work)
+    faults, notes, judged = _together([_judge(group) for group in groups])
+    if len(groups) > 1:
+        notes.append(f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone")
     if idle := [str(one["rank"]) for one in seen if one not in at_work]:
         notes.append(f"rank {', '.join(idle)} makes no update")
     trainers = {update.get("trainer", "") for one in seen for update in one["updates"]}

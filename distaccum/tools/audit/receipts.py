@@ -88,7 +88,7 @@ class Reckoning:
         alone = judged & (_rest(self.closed, self.whole) > self.bound) & (_rest(self.closed, self.own) < self.bound)
         if len(self.own) > 1 and alone.any():
             text = f"{self._named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
-            hand = "run forward and backward of a window's last micro-batch within DDP, and outside of no_sync()"
+            hand = "let DDP or fully_shard cover it, and run a window's last forward and backward outside of no_sync()"
             self.faults.append(Fault("not reduced", self.where, text, hand))
             if alone.equal(judged):
                 self.alone = _ratio(self.closed, self.own)[:, alone].median(-1).values.tolist()
