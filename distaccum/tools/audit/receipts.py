@@ -81,7 +81,10 @@ class Reckoning:
     def _judge(self, is_copy: Tensor) -> None:
         judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0)
         gone = judged & (self.closed.norm(dim=-1).amax(0) == 0)
-        if gone.any():
+        if gone.any() and gone[judged].all():
+            why = f"no parameter has a gradient when {self.line} steps: lost, or an engine keeps it elsewhere"
+            self.notes.append(f"not seen: receipts, since {why}")
+        elif gone.any():
             lacks = f"{self.line} steps without a gradient of {self._named(gone)}"
             self.notes.append(f"{lacks}, although backward gave one")
         judged &= ~gone
