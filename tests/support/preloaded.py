@@ -1,7 +1,4 @@
-"""The slow imports, made once by the server that forks ranks and programs (multiprocessing's forkserver).
-
-They cost 10 seconds of a core; a fork costs a twentieth of a second.
-"""
+"""The slow imports (10 s of a core), made once by the server from which ranks and programs fork in 50 ms."""
 
 from __future__ import annotations
 
