@@ -94,8 +94,7 @@ class DDPEngine(Engine):
         # If DDP saw the graph under another Accumulator, its next forward after a reduction would lay the buckets out
         # together with all ranks, and a rank may have no next forward.
         self._unseen_graphs = [one for one in self._unseen_graphs if not _shared(one).has_seen_graph]
-        for wrapper, reduced in self._covered.items():
-            _refuse_changes(wrapper, reduced, self._left_out)
+        self._refuse_changes()
         if plan.uneven:
             super().check(plan)
         if self._graph_is_torn:
@@ -107,6 +106,26 @@ class DDPEngine(Engine):
             raise DistaccumError(
                 f"ranks have {list(plan.num_counted)} micro-batches, and DDP with static_graph=True must see a "
                 "backward on every rank in its first window; give each rank a micro-batch there"
+            )
+
+    def _refuse_changes(self) -> None:
+        """Raises if parameters were frozen or unfrozen since DDP wrapped the model; added ones are averaged by hand."""
+        frozen = [
+            name
+            for wrapper, reduced in self._covered.items()
+            for name, parameter in reduced.items()
+            if not (parameter.requires_grad or wrapper.find_unused_parameters)
+        ]
+        if frozen:
+            raise DistaccumError(
+                f"{shorten(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and "
+                "leaves ranks apart; freeze first and wrap then, or pass find_unused_parameters=True to DDP"
+            )
+        if trained := [name for name, parameter in self._left_out if parameter.requires_grad]:
+            raise DistaccumError(
+                f"{shorten(trained)} is trained but was frozen or absent when DDP wrapped the model, or is in "
+                "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside "
+                "of the wrapped module (it is then averaged over ranks)"
             )
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
@@ -292,24 +311,6 @@ def _shared(wrapper: DistributedDataParallel) -> _Shared:
 def _stamp(parameter: nn.Parameter) -> Stamp:
     gradient = parameter.grad
     return gradient, -1 if gradient is None else version_of(gradient)
-
-
-def _refuse_changes(
-    wrapper: DistributedDataParallel, reduced: dict[str, nn.Parameter], left_out: list[tuple[str, nn.Parameter]]
-) -> None:
-    """Raises if parameters were frozen or unfrozen since DDP wrapped the model; one added since is averaged by hand."""
-    frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
-    if frozen and not wrapper.find_unused_parameters:
-        raise DistaccumError(
-            f"{shorten(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and leaves "
-            "ranks apart; freeze first and wrap then, or pass find_unused_parameters=True to DDP"
-        )
-    if trained := [name for name, parameter in left_out if parameter.requires_grad]:
-        raise DistaccumError(
-            f"{shorten(trained)} is trained but was frozen or absent when DDP wrapped the model, or is in "
-            "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside of "
-            "the wrapped module (it is then averaged over ranks)"
-        )
 
 
 def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:

@@ -201,9 +201,23 @@ def test_join_and_ignored_parameters_are_refused_with_the_cure():
     with ddp.join(enable=False):
         windows()
     windows()
-    ignored, join = said
-    assert "other is trained but was frozen or absent when DDP wrapped the model, or is in _ddp_params" in ignored
-    assert "a window inside DDP's join()" in join
+    assert "other is trained but was frozen or absent when DDP wrapped the model, or is in _ddp_params" in said[0]
+    assert "a window inside DDP's join()" in said[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@on_ranks(2)
+def test_parameter_added_after_wrapping_is_averaged(options):
+    net, rank = nn.Linear(3, 3, bias=False).double(), dist.get_rank()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    accumulator = Accumulator(ddp := DistributedDataParallel(net, **options), optimizer)
+    run_window(accumulator.window(inputs(2, rank)), ddp).step()
+    net.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer.add_param_group({"params": [net.bias]})
+    plain = copy.deepcopy(net)
+    loss_of(plain, torch.cat([*inputs(2, 0), *inputs(2, 1)])).backward()
+    run_window(accumulator.window(inputs(2, rank)), ddp)
+    assert error(gradient(net), gradient(plain)) <= 1e-12
 
 
 @pytest.mark.parametrize("users", [[0, 1], [1]], ids=str)

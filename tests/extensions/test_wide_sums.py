@@ -1,8 +1,4 @@
-"""`WideSums`: low-precision gradients are summed in float32 and rounded once.
-
-The gradients are the data themselves: multiples of 1/16 that bfloat16 and float16 represent. Their float32 sum has no
-rounding, so the expected result is known to the last bit.
-"""
+"""`WideSums` adds up in float32 and rounds once. Gradients here are multiples of 1/16, so sums are known exactly."""
 
 import math
 

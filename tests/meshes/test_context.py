@@ -1,7 +1,4 @@
-"""Ranks with parts of the same sequences: context parallelism over the ranks that FSDP2 or DDP reduces over.
-
-The oracle is one big batch of whole sequences, in one process.
-"""
+"""Context parallelism over the ranks of FSDP2 or DDP, against one big batch of whole sequences in one process."""
 
 import math
 from functools import partial

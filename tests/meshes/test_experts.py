@@ -1,7 +1,6 @@
-"""Experts that lie over data-parallel ranks: under fully_shard on a mesh of their own, and left out of it.
+"""Experts over data-parallel ranks, on a mesh of their own or left out of fully_shard, against one big batch.
 
-Each rank sends its tokens to the experts of all ranks of the expert mesh, so an expert's gradient holds their samples
-before anything is reduced. The oracle is one big batch in one process.
+Ranks send tokens to the experts of all ranks, whose gradients hold all samples before anything is reduced.
 """
 
 from typing import Any

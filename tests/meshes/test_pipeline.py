@@ -1,7 +1,4 @@
-"""Stages of a model on several ranks, run by torch's pipeline schedules: alone, and with DDP or FSDP2 for each stage.
-
-The oracle is one big batch through all layers, in one process.
-"""
+"""Torch's pipeline schedules, alone and with DDP or FSDP2 for each stage, against one big batch in one process."""
 
 import itertools
 from functools import partial

@@ -1,7 +1,4 @@
-"""Ranks that share samples: tensor and sequence parallelism beside FSDP2, on 2 x 2 and 2 x 2 x 2 ranks.
-
-The oracle is one big batch of the samples of the data-parallel ranks, in one process.
-"""
+"""Tensor and sequence parallelism beside FSDP2, on 2 x 2 and 2 x 2 x 2 ranks, against one big batch in one process."""
 
 import warnings
 from typing import Any

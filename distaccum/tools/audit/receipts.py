@@ -131,17 +131,12 @@ class Reckoning:
         """Finds gradients that are summed over ranks while the others are averaged, or the reverse."""
         ratio = float(_ratio(self.closed[0][wrong].flatten(), self.whole[wrong].flatten())) / factor
         is_known = len(self.own) > 1 and min(abs(ratio / one - 1) for one in (len(self.own), 1 / len(self.own))) < FINE
-        if (
-            not is_known
-            or len(self.left) < len(self.own)
-            or not (_rest(self.closed, self.whole) < self.bound)[wrong].all()
-        ):
+        is_known &= len(self.left) == len(self.own)
+        if not is_known or not (_rest(self.closed, self.whole) < self.bound)[wrong].all():
             return []
         after = torch.stack(self.left)
-        by_hand = (_rest(self.closed, after) < self.bound) & ((_ratio(self.closed, after) - 1).abs() > self.bound).all(
-            0
-        )
-        if by_hand[wrong].any():
+        is_scaled = ((_ratio(self.closed, after) - 1).abs() > self.bound).all(0)
+        if (is_scaled & (_rest(self.closed, after) < self.bound))[wrong].any():
             return []  # a factor that the script gives them itself
         text = f"{self._named(wrong)}: the gradient in update {self.index} is {ratio:.4g} times the others'"
         return [Fault("divisor", self.where, text, "let all reductions divide by the same number of ranks")]

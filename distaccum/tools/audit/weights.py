@@ -71,7 +71,9 @@ def _product(path: Sequence[tuple[str, Any]] | None, count: float) -> float | No
     if path is None:
         return None
     others = (value for how, value in path if how == "div" and value and value % 1 and not _is(value, count))
-    return float(math.prod(abs(value or 1.0) for how, value in path if how.startswith("mul")) / math.prod(others))
+    return float(
+        math.prod(abs(value or 1.0) for how, value in path if how.startswith("mul")) / math.prod(map(abs, others))
+    )
 
 
 def within_updates(terms: Terms, ranks: int, notes: list[str]) -> list[Fault]:
