@@ -48,7 +48,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]*)(#[^)\s]*)?\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(\.\./launch/results/")
 MOVED = {
     "context": "meshes.html#context-parallelism",
-    "doctor": "plan.html#examine-a-machine-and-a-job",
+    "doctor": "plan.html",
     "engine": "how.html#a-new-engine",
     "experts": "meshes.html#expert-parallelism",
     "fabric": "accelerate.html#fabric",

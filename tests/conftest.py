@@ -17,7 +17,7 @@ QUICK = (
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (
     "launch/train launch/launchers launch/bench house/types grids/engines launch/train_meshes trainers/transformers "
-    "tools/doctor runs/update meshes/sharing trainers/families meshes/states core/state extensions/noise "
+    "runs/update meshes/sharing trainers/families meshes/states core/state extensions/noise "
     "grids/models meshes/pipeline docs/pages engines/fsdp2"
 )
 collect_ignore = ["support/preloaded.py", "audit/loops"]  # slow to import, and scripts; without doctests

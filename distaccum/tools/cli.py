@@ -63,7 +63,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_plan(commands)
     _add_check(commands)
     _add_audit(commands)
-    _add_doctor(commands)
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     launcher = [word for word in words[:1] if word.startswith("--local_rank=")]  # deepspeed adds it, for the program
     given = parser.parse_args(words[len(launcher) :], argparse.Namespace(launcher=launcher))
@@ -253,30 +252,3 @@ def _audit(given: argparse.Namespace) -> int:
     from .audit.run import run
 
     return run(given)
-
-
-DOCTOR = """
-torchrun --nproc-per-node 2 -m distaccum doctor examines these ranks together
-
-exit status: 0 nothing is wrong, 1 something is wrong, 2 the examination failed (a rank did not come)
-"""
-
-
-def _add_doctor(commands: Any) -> None:
-    about = "examine software, devices and launcher, and try each engine"
-    parser = _command(commands, "doctor", _doctor, about, DOCTOR)
-    parser.add_argument("--all", action="store_true", help="try DeepSpeed and Accelerate too")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="time to wait for ranks (60)")
-
-
-def _doctor(given: argparse.Namespace) -> int:
-    if not given.timeout > 0:
-        raise ValueError(f"--timeout {given.timeout:g}, expected seconds above 0")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # otherwise torch logs C++ stacks beside the one line
-    from .doctor import examine
-
-    with redirect_stdout(sys.stderr):  # only the report goes to stdout
-        found = examine(timeout=given.timeout, all_engines=given.all)
-    if found.rank == 0:
-        print(json.dumps(found.as_dict(), indent=2) if given.json else found)
-    return 0 if found.healthy else 1

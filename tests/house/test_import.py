@@ -15,7 +15,7 @@ print("plan", distaccum.plan(batch_size=64, micro_batch_size=8).steps, "torch" i
 from distaccum.tools.cli import main
 with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
     main(["--help"])
-print("command", "doctor" in said.getvalue(), "torch" in sys.modules)
+print("command", "audit" in said.getvalue(), "torch" in sys.modules)
 print("module", distaccum.batchnorm.freeze.__name__, "torch" in sys.modules)
 
 from distaccum import *

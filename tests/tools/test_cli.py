@@ -129,7 +129,6 @@ SENSELESS = {
     "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",
     "check factories:good --steps 0": "steps=0, expected a whole number of at least 1",
     "check factories:with_options --micro-batch-size 0": "micro_batch_size=0, expected a whole number of at least 1",
-    "doctor --timeout 0": "--timeout 0, expected seconds above 0",
 }
 AMOUNTS = ("batch-size", "micro-batch-size", "base-batch-size", "parameters", "ranks", "nodes", "layers")
 SENSELESS |= {f"plan --{one} {n}": "expected a whole number of at least 1, such as" for one in AMOUNTS for n in (0, -1)}
