@@ -9,13 +9,14 @@ import argparse
 import dataclasses
 import gc
 import importlib
+import io
 import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -141,11 +142,26 @@ def _made_by(factory: str, *, on_meta: bool = False) -> tuple[Any, Any, Any, dic
     """Calls the factory; returns model, batch, loss_fn, and the Accumulator's options."""
     module, _, name = factory.rpartition(":")
     if not module or not name:
-        raise ValueError(f"{factory!r}, expected MODULE:FACTORY, such as my_training:setup or train.py:setup")
+        script = f"; a whole script is for distaccum audit {factory}" if factory.endswith(".py") else ""
+        raise ValueError(f"{factory!r}, expected MODULE:FACTORY, such as my_training:setup or train.py:setup{script}")
     path = Path(module)  # a file, or a module name found from here, as with `python -m`
     is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise ValueError(f"{module} is not there, expected a file that has a function {name}")
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
-    found = getattr(importlib.import_module(path.stem if is_file else module), name, None)
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            found = getattr(importlib.import_module(path.stem if is_file else module), name, None)
+    except SystemExit as ended:
+        raise ValueError(
+            f"{module} ended as it was imported (status {ended.code}), expected one whose import only defines {name}: "
+            "put its command line and its training under if __name__ == '__main__'"
+        ) from None
+    except BaseException:
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
+    print(said.getvalue(), end="", file=sys.stderr)
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
     import torch

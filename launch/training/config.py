@@ -159,7 +159,7 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     in_file: dict[str, Any] = {}
     if path:
         parser.where = f"{path}: "
-        in_file = parser.read(_words_of(path))
+        in_file = parser.read(_words_of(path, kinds))
     if "epochs" in given:  # it overrides the file, whose updates would override it
         in_file.pop("updates", None)
     config = Config(**{name: value for name, value in {**in_file, **given}.items() if name in kinds})
@@ -182,10 +182,32 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
 
 
 def int_or_auto(word: str) -> int | str:
+    if word != "auto" and not word.lstrip("-").isdigit():
+        raise argparse.ArgumentTypeError(f"{word!r}, expected a whole number or auto")
     return word if word == "auto" else int(word)
 
 
-def _words_of(path: Path) -> list[str]:
+def _refuse_kind(path: Path, name: str, value: Any, kind: Any) -> None:
+    """Stops if a value of a file is of another kind than its option, which command-line words would hide."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, dict):
+        stop(f"{path}: [{name}] is a table, expected flat options: name = value, above any [table]")
+    if kind is bool:
+        fits, expected = isinstance(value, bool), "true or false"
+    elif kind is str or get_origin(kind) is Literal:
+        fits, expected = isinstance(value, str), "a text in quotes"
+    elif get_origin(kind) is tuple:
+        fits, expected = isinstance(value, list), "two numbers, as [0.9, 0.999]"
+    elif kind is float:
+        fits, expected = is_number, "a number without quotes"
+    else:
+        fits = (is_number and isinstance(value, int)) or (kind is not int and value == "auto")
+        expected = "a whole number without quotes" + ("" if kind is int else ', or "auto"')
+    if not fits:
+        stop(f"{path}: {name} = {value!r}, expected {expected}")
+
+
+def _words_of(path: Path, kinds: dict[str, Any]) -> list[str]:
     """A file's options as command-line words."""
     try:
         values = tomllib.loads(read_text(path))
@@ -195,6 +217,8 @@ def _words_of(path: Path) -> list[str]:
         stop(f"{path} is not TOML: {error}")
     words: list[str] = []
     for name, value in values.items():
+        if name in kinds or isinstance(value, dict):
+            _refuse_kind(path, name, value, kinds.get(name))
         flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
         if isinstance(value, list):
             words += [flag, *map(str, value)]
@@ -213,7 +237,8 @@ def _check(config: Config) -> None:
         if isinstance(value, bool | str | tuple):
             continue
         if not math.isfinite(value) or value < 0 or (name in ABOVE_0 and value == 0):
-            stop(f"{name} = {value!r}, expected a number {'above' if name in ABOVE_0 else 'of at least'} 0")
+            cure = "; updates= ends a run sooner" if name == "epochs" else ""
+            stop(f"{name} = {value!r}, expected a number {'above' if name in ABOVE_0 else 'of at least'} 0{cure}")
     if not all(0 <= beta < 1 for beta in config.betas):
         stop(f"betas = {config.betas}, expected two numbers from 0 to below 1")
     if config.min_lr > config.lr:
@@ -225,6 +250,8 @@ def _check(config: Config) -> None:
         stop(
             "activation_checkpointing with norm = 'batch', whose statistics would count each forward twice; use 'group'"
         )
+    if config.norm == "frozen" and not (config.weights or config.resume):
+        stop("norm = 'frozen' keeps statistics that nobody has measured; give weights with some, or norm = 'group'")
     if config.engine == "deepspeed" and config.precision == "float64":
         stop("precision = 'float64' with DeepSpeed, which computes in float32 at most; use ddp or fsdp2")
     for package in (config.track, "safetensors" if config.safetensors else "none"):
@@ -271,7 +298,7 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{name!r} is not known{meant}; --help lists the options")
         given: dict[str, Any] = {name: value for name, value in vars(found).items() if value is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        if {"epochs", "updates"} <= given.keys():
+        if given.get("epochs") and given.get("updates"):
             self.error("both epochs and updates are given, expected one of them")
         return given
 
@@ -298,6 +325,8 @@ def failures_in_a_line() -> Iterator[None]:
     resume = "what was saved is whole, and --resume goes on from it"
     try:
         yield
+    except BrokenFileError as error:
+        stop(a_line(error), everywhere=True, status=1)
     except (DistaccumError, OSError) as error:
         stop(f"{a_line(error)}; {resume}", everywhere=True, status=1)
     except KeyboardInterrupt:

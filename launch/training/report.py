@@ -51,7 +51,7 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
     when = often.get(config.sync, "once per update" + (f" and not {each}" if steps > 1 else ""))
     if job.ranks > 1:
         shared = f" over {number_sharing} {SHARERS[name]}" if name in ("tp", "pp") else ""
-        lines.append(f"{number * DTYPES[dtype].itemsize / 1e6:.1f} MB of gradients{shared}, reduced {when}")
+        lines.append(f"{number * DTYPES[dtype].itemsize / 1e6:.3g} MB of gradients{shared}, reduced {when}")
     if batch > order.num_samples:
         lines.append(f"no update is that large: an epoch has {order.num_samples} samples")
     if config.norm == "batch" and config.task == "vision":

@@ -94,7 +94,11 @@ def _load_weights(model: nn.Module, path: Path) -> str:
     statistics = ("running_mean", "running_var", "num_batches_tracked")  # GroupNorm has none
     unknown = sorted(name for name in found.keys() - own.keys() if not name.endswith(statistics))
     if unknown or len(anew) > 1:
-        stop(f"weights = '{path}' is of another model than this run's, as in {(anew[1:] or unknown)[0]}")
+        layer = (anew[1:] or [unknown[0].rpartition(".")[0]])[0]
+        stop(
+            f"weights = '{path}' is of another model than this run's: layer {layer!r} is not the same in both (at most "
+            "the last one may differ); give the model that made them"
+        )
     model.load_state_dict(fits, strict=False)
     return f" from {path}" + (f" (but {anew[0]})" if anew else "")
 
@@ -185,7 +189,9 @@ def _load_image(path: str) -> Any:
     try:
         return default_loader(path)
     except Exception as error:
-        raise BrokenFileError(f"{path} is no image that can be read ({a_line(error)}); mend or remove it") from error
+        raise BrokenFileError(
+            f"{path} is no image that can be read ({type(error).__name__}); mend or remove it"
+        ) from error
 
 
 def _digits(config: Config) -> tuple[TensorDataset, TensorDataset]:
@@ -308,6 +314,11 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         stop(f"model = {config.model!r} needs transformers; pip install transformers, or leave the model out for 'gpt'")
+    if not Path(config.model).exists() and importlib.util.find_spec("torchvision"):
+        from torchvision import models  # names that no hub shall be asked for
+
+        if config.model in models.list_models(module=models):
+            stop(f"model = {config.model!r} is a torchvision model; give task = 'vision', or a language model, as gpt")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, use_cache=False)

@@ -112,7 +112,7 @@ def test_run_begins_with_the_weights_of_a_file(programs, tmp_path):
         assert (found["conv1.weight"] - states["conv1.weight"]).abs().max() < 1e-6 and len(found["fc.weight"]) == 10
         assert ("bn1.running_mean" in found) == (norm == "frozen")
     done = programs.run("train", *begun, "--model", "resnet34")
-    assert "resnet18.pth' is of another model than this run's, as in layer1.2" in only_line(done.text)
+    assert "resnet18.pth' is of another model than this run's: layer 'layer1.2." in only_line(done.text)
 
 
 SHORT_OF_MEMORY = """
@@ -244,6 +244,13 @@ MISTAKES = {
     ("--config", "both.toml"): "both.toml: both epochs and updates are given, expected one of them",
     ("--batch-size", "3", "--micro-batch-size", "1", "--plan", "2"): "give a batch_size that 2 divides, such as 4",
     ("--replicas", "2", "--engine", "fsdp2", "--plan", "3"): "replicas = 2 on 3 ranks, expected a number that divides",
+    ("--config", "table.toml"): "table.toml: [train] is a table, expected flat options: name = value",
+    ("--config", "quoted.toml"): "quoted.toml: batch_size = '64', expected a whole number without quotes",
+    ("--config", "list.toml"): 'list.toml: micro_batch_size = [4], expected a whole number without quotes, or "auto"',
+    ("--epochs", "0", "--updates", "0"): "epochs = 0, expected a number above 0; updates= ends a run sooner",
+    ("--micro-batch-size", "foo"): "argument --micro-batch-size: 'foo', expected a whole number or auto",
+    ("--norm", "frozen"): "norm = 'frozen' keeps statistics that nobody has measured; give weights with some",
+    ("--task", "language", "--model", "resnet18"): "model = 'resnet18' is a torchvision model; give task = 'vision'",
     ("--model", "resnet17"): "model = 'resnet17' is no torchvision model; there are resnet",
     ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
     ("--data", "one"): "is no folder of images by class, nor one with train and val",
@@ -268,6 +275,9 @@ def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, argu
     if is_there.get(arguments[-1]):
         pytest.skip("it is here")
     (tmp_path / "unknown.toml").write_text("batch = 3\n")
+    (tmp_path / "table.toml").write_text("[train]\nepochs = 3\n")
+    (tmp_path / "quoted.toml").write_text('batch_size = "64"\n')
+    (tmp_path / "list.toml").write_text("micro_batch_size = [4]\n")
     (tmp_path / "both.toml").write_text("updates = 3\nepochs = 3\n")
     (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
     (tmp_path / "used").mkdir()

@@ -54,6 +54,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "more").mkdir()
     for name in ("factories.py", "more/of_mine.py"):
         (tmp_path / name).write_text(FACTORIES)
+    (tmp_path / "parses.py").write_text("import argparse; argparse.ArgumentParser().parse_args(['--lr'])")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("factories", None)
@@ -84,6 +85,12 @@ def test_check_prints_the_report_and_exits_with_its_status(folder, capsys, words
     [
         (("factories",), "'factories', expected MODULE:FACTORY, such as"),
         (("nowhere:good",), "ModuleNotFoundError: No module named 'nowhere'"),
+        (("nowhere.py:good",), "nowhere.py is not there, expected a file that has a function good"),
+        (("parses.py:good",), "parses.py ended as it was imported (status 2), expected one whose import only defines"),
+        (
+            ("parses.py",),
+            "or train.py:setup; a whole script is for distaccum audit parses.py",
+        ),
         (("factories:missing",), "factories has no function missing"),
         (("factories:incomplete",), "gave a dict, expected model, batch and loss_fn, or a dict of them"),
         (("factories:fails",), "KeyError: 'a bug' (--traceback shows where)"),

@@ -116,7 +116,7 @@ def amount(name: str, value: object) -> int:
     (11700000, 7000000000, 1281167)
     """
     text = str(value).strip().upper()
-    least, such = (10**6, "80GB") if name == "memory" else (1, "512, 7e9, 7b, 350M or 11.7M")
+    least, such = {"memory": (10**6, "80GB"), "parameters": (1, "7e9, 7b, 350M or 11.7M")}.get(name, (1, "8 or 512"))
     text = text.removesuffix("B") if name == "memory" else text  # 80GB: 80 G
     times = SUFFIXES.get(text[-1:], 1)
     try:

@@ -72,13 +72,20 @@ class Forecast:
         rows, memory = self.policies, bytes_text(self.given["memory"])
         plain = next(row for row in rows if row["policy"] in ("plain", "DDP, last"))
         least, more = min(rows, key=lambda row: row["bytes"]), "" if self.given["activations"] else " and activations"
-        texts = (f"{row['policy']} ({bytes_text(row['bytes'])}{more})" for row in (plain, rows[0], least))
-        plainly, best, smallest = (text.replace("DDP, last", "plain DDP") for text in texts)
+        sizes = [f"{bytes_text(row['bytes'])}{more}" for row in (plain, rows[0], least)]
+        engines = [row["policy"].replace(", ", " with sync=") for row in (plain, rows[0], least)]
+        usual = "A plain module" if engines[0] == "plain" else "DDP"
         if not least["fits"]:
-            return f"nothing fits in {memory}: {smallest} is the least; take more ranks, a smaller dtype or offloading"
+            return (
+                f"Nothing fits in {memory}: the least is {engines[2]}, {sizes[2]} on each rank; take more ranks, a "
+                "smaller dtype or offloading."
+            )
         if plain["fits"]:
-            return f"{plainly} fits in {memory}"
-        return f"{plainly} does not fit in {memory}; {best} does and sends the least, {smallest} holds the least"
+            return f"{usual} fits in {memory}: it takes {sizes[0]} on each rank."
+        text = f"{usual} does not fit in {memory}: it takes {sizes[0]} on each rank. {engines[1]} fits with {sizes[1]}"
+        if rows[0] is least:
+            return f"{text}, and holds and sends the least."
+        return f"{text} and sends the least; {engines[2]} holds the least, {sizes[2]}."
 
     def __str__(self) -> str:
         given = self.given
