@@ -189,7 +189,10 @@ def accelerate(task: Task, *, max_norm: float | None = None, cpu: bool = True, *
 
 
 def lightning_fabric(task: Task, *, max_norm: float | None = None, accelerator: str = "cpu", **options: Any) -> Loop:
-    from lightning_fabric import Fabric
+    try:
+        from lightning_fabric import Fabric
+    except ImportError:  # the package `lightning` has it under another name
+        from lightning.fabric import Fabric
 
     loss_of, steps = task.loss_of, task.steps
     ranks, local = num_ranks(), num_ranks(local=True)
