@@ -1,14 +1,15 @@
-"""Everything that only a GPU can show, in one page: exactness, host waits, memory, "auto", the pace, FSDP2, and time.
+"""What only a GPU can show, on one page: exactness, host waits, memory, "auto", the pace, FSDP2, and time.
 
-    python launch/bench/gpu.py --out launch/results/gpu                # about six minutes, at most --seconds
-    python launch/bench/gpu.py --device cpu --small --parts exact auto # only to see that it runs
+    python launch/bench/gpu.py --out launch/results/gpu   # about six minutes
+    python launch/bench/gpu.py --device cpu --small       # only to see that it runs
 
-Needs torch alone; without accelerate, lightning or torchvision their cells say so. Each part runs in a process of its
-own, within a time of its own. A part that fails or is stopped says so on the page, and the others go on.
+Needs torch; what needs accelerate, lightning or torchvision says so if it is missing. Each part runs in a process of
+its own, for a time of its own; one that fails or is stopped says so on the page, and the others go on.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -20,43 +21,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from typing import Any
 
+import kit
+import pace as paces
 import torch
 import torch.distributed as dist
-from contenders import (
-    Loop,
-    Task,
-    accelerate,
-    be_quiet,
-    fsdp2_by_hand,
-    fsdp2_distaccum,
-    lightning_fabric,
-    plain_by_hand,
-    plain_distaccum,
-)
-from kit import (
-    Options,
-    circumstances,
-    header,
-    in_turns,
-    peak_of,
-    ratios,
-    relative_difference,
-    spelled,
-    table,
-    wait_for,
-    wrapped,
-    write,
-)
+from contenders import Loop, Task, be_quiet, fsdp2_by_hand, fsdp2_distaccum, one_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from training.gpt import GPT
 from wrappers import fully_sharded
 
@@ -65,19 +44,39 @@ from distaccum.extensions import NoiseScale, WideSums
 
 Row = Sequence[str]
 OTHERS = ("accelerate", "lightning", "lightning-fabric", "torchvision")
-HAND, AGAIN = "by hand", "by hand, again"
+IGNORE = "distaccum, on_nonfinite='ignore'"
+WAYS = ("by hand", "by hand, again", "distaccum", IGNORE, "Accelerate", "Lightning Fabric")
+PARTS: dict[str, Part] = {}
 sgd = partial(SGD, lr=1e-4, momentum=0.9)
 
 
 @dataclass(frozen=True)
+class Part:
+    run: Callable[[Work], Iterator[Row]]  # its docstring stands on the page
+    seconds: int  # at most
+    heads: Sequence[str]
+
+
+def part(seconds: int, *heads: str) -> Callable[[Any], Any]:
+    def add(run: Callable[[Work], Iterator[Row]]) -> Any:
+        PARTS[run.__name__] = Part(run, seconds, heads)
+        return run
+
+    return add
+
+
+@dataclass(frozen=True)
 class Work:
-    """The device, and the sizes of what runs there."""
+    """The device, and the models that run there with their losses under autocast."""
 
     device: torch.device
     is_small: bool
 
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
     def gpt(self) -> GPT:
-        """124 million parameters over 1,024 tokens, as GPT-2's; input and output embeddings are one."""
         torch.manual_seed(0)
         with self.device:
             net = GPT(64, 2, 16, 128) if self.is_small else GPT(768, 12, 1024, 50304)
@@ -86,649 +85,490 @@ class Work:
         net.scores.weight = net.tokens.weight
         return net
 
-    def tokens(self, size: int) -> Tensor:
-        return torch.randint(0, *((128, (size, 17)) if self.is_small else (50304, (size, 1025))))
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self.is_cuda else tensor
+
+    def text(self, rows: int) -> Tensor:
+        return torch.randint(0, *((128, (rows, 17)) if self.is_small else (50304, (rows, 1025))), device=self.device)
 
     def resnet(self) -> nn.Module:
-        import torchvision
+        from torchvision import models
 
-        torch.manual_seed(0)
         with self.device:
-            net: nn.Module = (torchvision.models.resnet18 if self.is_small else torchvision.models.resnet50)()
+            net: nn.Module = (models.resnet18 if self.is_small else models.resnet50)()
         return net
 
-    def images(self, size: int) -> tuple[Tensor, Tensor]:
-        side = 32 if self.is_small else 224
-        return torch.randn(size, 3, side, side, device=self.device), torch.arange(size, device=self.device)
-
     def tiny(self) -> nn.Module:
-        torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(self.device)
 
-    def autocast(self, dtype: torch.dtype | None = torch.bfloat16) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+    def loss_of_text(self, model: nn.Module, text: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten())
+
+    def mean_square(self, model: nn.Module, rows: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            mean: Tensor = model(rows).float().square().mean()
+        return mean
 
 
-def loss_of_text(model: nn.Module, tokens: Tensor) -> Tensor:
-    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def loss_of_images(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    images, labels = batch
-    return cross_entropy(model(images).float(), labels)
-
-
-def loss_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
-    return model(rows).float().square().mean()
-
-
-def in_words(error: BaseException) -> str:
-    """The error in one short line for a cell."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:150]}".replace("|", "/")
-
-
-def attempt(call: Callable[[], str]) -> str:
-    """The cell that `call` gives; in bold, its error."""
+def attempt(call: Callable[..., str], *given: Any) -> str:
+    """The cell that `call` gives or, in bold, its error."""
     try:
-        return call()
+        return call(*given)
     except ImportError as error:
-        return f"not installed ({error.name})"
-    except Exception as error:  # from an untried device, or another library
+        return f"not installed: {error.name}"
+    except Exception as error:  # of an untried device, or another library
         traceback.print_exc()
         return f"**{in_words(error)}**"
 
 
+def in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}".replace("|", "/")
+
+
 def within(value: float, bound: float) -> str:
-    """The value as a cell, in bold if it is above the bound."""
     return f"{value:.0e}" if value <= bound else f"**{value:.0e}**"
-
-
-# Exactness
-
-# By name: the dtype of the parameters, that of autocast, and the largest relative error of a gradient.
-PRECISIONS = {
-    "float64": (torch.float64, None, 1e-12),
-    "float32": (torch.float32, None, 1e-6),
-    "bfloat16": (torch.float32, torch.bfloat16, 3e-2),
-    "float16, scaler": (torch.float32, torch.float16, 4e-3),
-}
-
-
-class Trial:
-    """A small model in one precision; `gradients` are those that the optimizer's steps were given."""
-
-    def __init__(self, work: Work, precision: str, *, dropout: float = 0.0, lr: float = 0.0, scale: float = 64.0):
-        self.device, (dtype, self.half, self.bound) = work.device, PRECISIONS[precision]
-        torch.manual_seed(0)
-        layers = nn.Linear(32, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 64)
-        self.net = nn.Sequential(nn.Embedding(64, 32), *layers).to(self.device, dtype)
-        is_scaled = self.half is torch.float16
-        self.scaler = GradScaler(self.device.type, init_scale=scale, backoff_factor=2**-20) if is_scaled else None
-        self.optimizer = SGD(self.net.parameters(), lr=lr, momentum=0.9)
-        self.gradients: list[Tensor] = []
-        self.optimizer.register_step_pre_hook(lambda *_: self.gradients.append(flat(p.grad for p in self.weights())))
-
-    def accumulator(self, **options: Any) -> Accumulator:
-        return Accumulator(self.net, self.optimizer, scaler=self.scaler, **options)
-
-    def weights(self) -> list[nn.Parameter]:
-        return list(self.net.parameters())
-
-    def batch(self, size: int, *, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        tokens, labels = torch.randint(0, 64, (2, size, 8), generator=generator)
-        if padded:
-            labels[torch.rand(size, 8, generator=generator) < torch.arange(size)[:, None] / size] = -100
-        return {"tokens": tokens.to(self.device), "labels": labels.to(self.device)}
-
-    def loss(self, batch: Mapping[str, Tensor], reduction: str = "mean") -> Tensor:
-        with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
-            scores = self.net(batch["tokens"]).flatten(0, 1)
-        return cross_entropy(wide(scores), batch["labels"].flatten(), reduction=reduction)
-
-    def encode(self, batch: Mapping[str, Tensor]) -> Tensor:
-        with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
-            return wide(self.net(batch["tokens"]).mean(1))
-
-    def expected(self, of: Callable[[Trial], Tensor]) -> Tensor:
-        """The gradient of the whole batch at once, in float64."""
-        other = Trial.__new__(Trial)
-        other.device, other.half, other.net = self.device, None, deepcopy(self.net).double()
-        return flat(torch.autograd.grad(of(other), other.weights()))
-
-    def run(self, window: Any, reduction: str = "mean") -> Any:
-        for batch in window:
-            window.backward(self.loss(batch, reduction))
-        return window.step()
-
-
-def wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def flat(tensors: Any) -> Tensor:
     return torch.cat([getattr(one, "full_tensor", lambda one=one: one)().detach().flatten() for one in tensors]).clone()
 
 
-def pairs_loss(rows: Tensor) -> Tensor:
+# Exactness
+
+# The dtype of the parameters, that of autocast, and the largest relative error of a gradient.
+PRECISIONS = {
+    "float64": (torch.float64, None, 1e-12),
+    "float32": (torch.float32, None, 1e-6),
+    "bfloat16": (torch.float32, torch.bfloat16, 3e-2),
+    "float16, scaler": (torch.float32, torch.float16, 4e-3),
+}
+TOKENS: dict[str, Any] = {"count": count_tokens("labels")}
+EXTENSIONS = (NoiseScale, partial(WideSums, torch.float64))
+
+
+class Trial:
+    """A small model in one precision with an Accumulator; `gradient` is what the optimizer's last step was given."""
+
+    def __init__(
+        self,
+        work: Work,
+        precision: str,
+        *,
+        dropout: float = 0.0,
+        lr: float = 0.0,
+        scale: float = 64.0,
+        is_sharded: bool = False,
+        extensions: Sequence[Callable[[], Any]] = (),
+        **options: Any,
+    ) -> None:
+        self.work, self.device, self.options, self.is_in_pairs = work, work.device, options, False
+        dtype, self.half, self.bound = PRECISIONS[precision]
+        torch.manual_seed(0)
+        layers = nn.Linear(32, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 64)
+        self.net = nn.Sequential(nn.Embedding(64, 32), *layers).to(self.device, dtype)
+        if is_sharded:
+            fully_sharded(self.net, [self.net[1]])
+        self.batch = self.rows(0)
+        is_scaled = self.half is torch.float16
+        self.scaler = (
+            GradScaler(self.device.type, init_scale=scale, backoff_factor=min(0.5, 64 / scale)) if is_scaled else None
+        )
+        self.optimizer = SGD(self.net.parameters(), lr=lr, momentum=0.9)
+        self.optimizer.register_step_pre_hook(self._keep)
+        size = {} if "micro_batch_size" in options else {"steps": 3}
+        more = {"extensions": [make() for make in extensions], "scaler": self.scaler, **size, **options}
+        self.accumulator = Accumulator(self.net, self.optimizer, **more)
+
+    def _keep(self, *_: Any) -> None:
+        self.gradient = flat(p.grad for p in self.net.parameters())
+
+    def rows(self, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        tokens, labels = torch.randint(0, 64, (2, 16, 8), generator=generator)
+        if "count" in self.options:  # of tokens: the later rows are the shorter ones
+            labels[torch.rand(16, 8, generator=generator) < torch.arange(16)[:, None] / 16] = -100
+        return {"tokens": tokens.to(self.device), "labels": labels.to(self.device)}
+
+    def cut(self, seed: int = 0, sizes: Sequence[int] = (5, 3, 8)) -> list[dict[str, Tensor]]:
+        parts = [value.split(sizes) for value in self.rows(seed).values()]
+        return [{"tokens": tokens, "labels": labels} for tokens, labels in zip(*parts, strict=True)]
+
+    def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
+            scores: Tensor = self.net(batch["tokens"])
+        return scores if self.half is None else scores.float()
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        reduction = "mean" if self.options.get("reduction", "mean") == "mean" else "sum"
+        return cross_entropy(self.scores(batch).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+    def run(self, window: Any, poison: float = 1.0) -> Any:
+        for i, batch in enumerate(window):
+            window.backward(self.loss(batch) * (poison if i == 1 else 1.0))
+        return window.step()
+
+    def window(self, poison: float = 1.0) -> Any:
+        return self.run(self.accumulator.window(self.cut()), poison)
+
+    def windows(self) -> Any:
+        """A window of three micro-batches, and a short last one of the rows that `window` has."""
+        return [self.run(one) for one in self.accumulator.windows([*self.cut(1), *self.cut(0, (14, 2))])]
+
+    def update(self) -> Any:
+        return self.accumulator.update(self.batch, self.loss)
+
+    def contrast(self) -> Any:
+        self.is_in_pairs = True
+        return self.accumulator.contrast(self.batch, self.scores, loss_of_pairs)
+
+    def by_hand(self) -> None:
+        self.gradient = flat(torch.autograd.grad(self.loss(self.batch), self.net.parameters()))
+
+
+def loss_of_pairs(scores: Tensor) -> Tensor:
+    rows = scores.mean(1)
     return cross_entropy(rows @ rows.roll(1, 0).T, torch.arange(len(rows), device=rows.device))
 
 
-def cut(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
-    parts = [value.split(sizes) for value in batch.values()]
-    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+def error_of(trial: Trial) -> str:
+    """The last gradient's error against that of the whole batch at once, in float64."""
+    most, options = trial.options.get("max_norm"), {**trial.options, "max_norm": None, "sync": "last"}
+    other = Trial(trial.work, "float64", **options)
+    loss = loss_of_pairs(other.scores(other.batch)) if trial.is_in_pairs else other.loss(other.batch)
+    if options.get("reduction") == "sum_to_mean":
+        loss = loss / other.batch["labels"].ne(-100).sum()
+    expected = flat(torch.autograd.grad(loss, list(other.net.parameters())))
+    expected *= 1.0 if most is None else most / (expected.norm() + 1e-6)
+    return within(kit.relative_difference(trial.gradient.double(), expected), trial.bound)
 
 
-TOKENS: dict[str, Any] = {"count": count_tokens("labels")}
-# The options, and the reduction of the criterion.
-LAW: dict[str, tuple[dict[str, Any], str]] = {
-    "window, mean of samples": ({}, "mean"),
-    "window, sum": ({"reduction": "sum"}, "sum"),
-    "window, mean of tokens": (TOKENS, "mean"),
-    "window, sum to mean of tokens": ({"reduction": "sum_to_mean", **TOKENS}, "sum"),
-    "windows, short last one": (TOKENS, "mean"),
-    "windows, max_norm": ({"max_norm": 0.01, **TOKENS}, "mean"),
-    "update": (TOKENS, "mean"),
-    "contrast": ({}, "mean"),
-    "one big batch, by hand": ({}, "mean"),
-}
+def obeys(call: Callable[[Trial], Any], work: Work, precision: str, **options: Any) -> str:
+    trial = Trial(work, precision, **options)
+    update = call(trial)
+    assert "extensions" not in options or update.noise_scale is not None
+    return error_of(trial)
 
 
-def error_of(work: Work, name: str, precision: str) -> str:
-    trial, (options, reduction) = Trial(work, precision), LAW[name]
-    size = 5 if "short" in name else 16  # of the last window
-    batch = trial.batch(size, padded="count" in options)
-    whole = "sum" if options.get("reduction") == "sum" else "mean"
-    expected = trial.expected(lambda other: other.loss(batch, whole))
-    if name.startswith("windows"):
-        micro_batches = [*cut(trial.batch(16, seed=1), [5, 3, 8]), *cut(batch, [2, size - 2])]
-        for window in trial.accumulator(steps=3, **options).windows(micro_batches):
-            trial.run(window)
-    elif name == "update":
-        trial.accumulator(micro_batch_size=3, **options).update(batch, trial.loss)
-    elif name == "contrast":
-        expected = trial.expected(lambda other: pairs_loss(other.encode(batch)))
-        trial.accumulator(micro_batch_size=3).contrast(batch, trial.encode, pairs_loss)
-    elif "by hand" in name:
-        trial.gradients = [flat(torch.autograd.grad(trial.loss(batch), trial.weights()))]
-    else:
-        trial.run(trial.accumulator(steps=3, **options).window(cut(batch, [5, 3, 8])), reduction)
-    if "max_norm" in options:
-        expected *= options["max_norm"] / (expected.norm() + 1e-6)
-    return within(relative_difference(trial.gradients[-1].double(), expected), trial.bound)
+def checks(work: Work, precision: str) -> str:
+    trial = Trial(work, precision, micro_batch_size=3, **TOKENS)
+    report = trial.accumulator.check(trial.batch, trial.loss)
+    assert report.equivalent, f"{report.worst:.0e}, {report.causes}"
+    return f"{report.worst:.0e}"
 
 
-def check(work: Work, precision: str) -> str:
-    trial = Trial(work, precision)
-    report = trial.accumulator(micro_batch_size=3, **TOKENS).check(trial.batch(16, padded=True), trial.loss)
-    return f"{report.worst:.0e}" if report.equivalent else f"**{report.worst:.0e}, {report.causes}**"
-
-
-def skips(work: Work, precision: str, **options: Any) -> str:
-    """A window with a NaN, and the next one."""
-    trial = Trial(work, precision, lr=0.1)
-    accumulator, before = trial.accumulator(steps=3, **options), flat(trial.weights())
-    window = accumulator.window(cut(trial.batch(16), [5, 3, 8]))
-    is_raised = False
-    try:
-        for i, batch in enumerate(window):
-            window.backward(trial.loss(batch) * (math.nan if i == 1 else 1.0))
-        assert not window.step().stepped
-    except DistaccumError:
-        is_raised = True
-    assert is_raised == (not options), "raised" if is_raised else "not raised"
-    assert flat(trial.weights()).equal(before), "weights moved"
-    assert trial.run(accumulator.window(cut(trial.batch(16), [5, 3, 8]))).stepped, "the next window did not step"
-    assert not flat(trial.weights()).equal(before) and flat(trial.weights()).isfinite().all()
-    return "yes"
-
-
-def overflows(work: Work, precision: str) -> str:
-    trial = Trial(work, precision, lr=0.1, scale=2.0**26)
-    if trial.scaler is None:
+def recovers(work: Work, precision: str, *, poison: float = 1.0, scale: float = 64.0, **options: Any) -> str:
+    """The error of the window that follows one that must not step."""
+    trial = Trial(work, precision, lr=0.1, scale=scale, **options)
+    if poison == 1.0 and trial.scaler is None:
         return "-"
-    accumulator, before = trial.accumulator(steps=3), flat(trial.weights())
-    update = trial.run(accumulator.window(cut(trial.batch(16), [5, 3, 8])))
-    assert not update.stepped and flat(trial.weights()).equal(before), "not skipped"
-    expected = trial.expected(lambda other: other.loss(trial.batch(16)))
-    assert trial.run(accumulator.window(cut(trial.batch(16), [5, 3, 8]))).stepped, "the next window did not step"
-    return within(relative_difference(trial.gradients[-1].double(), expected), trial.bound)
+    before, has_raised = flat(trial.net.parameters()), False
+    try:
+        assert not trial.window(poison).stepped, "it stepped"
+    except DistaccumError:
+        has_raised = True
+    assert has_raised == (poison != 1.0 and not options), "it raised" if has_raised else "it did not raise"
+    assert flat(trial.net.parameters()).equal(before), "weights moved"
+    assert trial.window().stepped and not flat(trial.net.parameters()).equal(before), "the next one did not step"
+    return error_of(trial)
 
 
 def resumes(work: Work, precision: str) -> str:
-    """A job with dropout that is left in its second window, after one micro-step, against one that goes on."""
+    """Leaves a job with dropout in its second window, after one micro-step, and lets another go on from there."""
     trial, other = (Trial(work, precision, dropout=0.5, lr=0.1) for _ in range(2))
-    micro_batches = [cut(trial.batch(16, seed=seed), [5, 3, 8]) for seed in range(3)]
-    accumulator, state = trial.accumulator(steps=3), None
-    for index, given in enumerate(micro_batches):
-        window = accumulator.window(given)
+    for seed in range(3):
+        window = trial.accumulator.window(trial.cut(seed))
         for i, batch in enumerate(window):
             window.backward(trial.loss(batch))
-            if index == i == 1:
-                state = accumulator.state_dict(), deepcopy((trial.net.state_dict(), trial.optimizer.state_dict()))
+            if seed == i == 1:
+                for name in ("net", "optimizer", "accumulator"):
+                    getattr(other, name).load_state_dict(deepcopy(getattr(trial, name).state_dict()))
         window.step()
-    assert state is not None
-    of_accumulator, (of_net, of_optimizer) = state
-    other.net.load_state_dict(of_net)
-    other.optimizer.load_state_dict(of_optimizer)
-    accumulator = other.accumulator(steps=3)
-    accumulator.load_state_dict(of_accumulator)
     torch.manual_seed(1234)
-    for given in micro_batches[1:]:
-        other.run(accumulator.window(given))
-    return "yes" if flat(trial.weights()).equal(flat(other.weights())) else "**no**"
+    for seed in (1, 2):
+        other.run(other.accumulator.window(other.cut(seed)))
+    return "yes" if flat(trial.net.parameters()).equal(flat(other.net.parameters())) else "**no**"
 
 
-def noise(work: Work, precision: str) -> str:
-    trial = Trial(work, precision)
-    accumulator = trial.accumulator(steps=3, extensions=[NoiseScale()])
-    for seed in range(8):
-        update = trial.run(accumulator.window(cut(trial.batch(16, seed=seed), [5, 3, 8])))
-    return f"{update.noise_scale:.3g}"
-
-
-def wide_sums(work: Work, precision: str) -> str:
-    """The error of parameters in bfloat16 over 32 micro-batches, and how many times that is without the extension."""
-    if precision != "bfloat16":
-        return "-"
-    errors = []
-    for extensions in [WideSums(torch.float32)], []:
-        trial = Trial(work, precision)
-        trial.net.bfloat16()
-        batch = trial.batch(64)
-        expected = trial.expected(lambda other, batch=batch: other.loss(batch))
-        trial.run(trial.accumulator(steps=32, extensions=extensions).window(cut(batch, [2] * 32)))
-        errors.append(relative_difference(trial.gradients[-1].double(), expected))
-    assert errors[0] < errors[1], f"{errors[0]:.1e}, without it {errors[1]:.1e}"
-    return f"{errors[0]:.1e}, without {errors[1]:.1e}"
-
-
-BEHAVIOURS: dict[str, Callable[[Work, str], str]] = {
-    "check: its worst parameter": check,
-    "a NaN raises, and the next window steps": skips,
-    "a NaN is skipped (on_nonfinite='skip')": partial(skips, on_nonfinite="skip"),
-    "an overflow is skipped; error of the next window": overflows,
-    "a job resumed in mid-window, with dropout, ends bit-identical": resumes,
-    "NoiseScale": noise,
-    "WideSums, of parameters in bfloat16": wide_sums,
+EXACT: dict[str, Callable[[Work, str], str]] = {
+    "one big batch, by hand": partial(obeys, Trial.by_hand),
+    "window, mean of samples": partial(obeys, Trial.window),
+    "window, sum": partial(obeys, Trial.window, reduction="sum"),
+    "window, mean of tokens": partial(obeys, Trial.window, **TOKENS),
+    "window, sum to mean of tokens": partial(obeys, Trial.window, reduction="sum_to_mean", **TOKENS),
+    "window, max_norm": partial(obeys, Trial.window, max_norm=0.01),
+    "window, NoiseScale and WideSums": partial(obeys, Trial.window, extensions=EXTENSIONS),
+    "windows, the last one short": partial(obeys, Trial.windows, **TOKENS),
+    "update": partial(obeys, Trial.update, micro_batch_size=3, **TOKENS),
+    "contrast": partial(obeys, Trial.contrast, micro_batch_size=3),
+    "check": checks,
+    "after a NaN that raises": partial(recovers, poison=math.nan),
+    "after a NaN that is skipped": partial(recovers, poison=math.nan, on_nonfinite="skip"),
+    "after an overflow": partial(recovers, scale=2.0**26),
+    "resumed in mid-window, with dropout: bit-identical": resumes,
 }
 
 
+@part(60, "", *PRECISIONS)
 def exact(work: Work) -> Iterator[Row]:
-    for name in LAW:
-        yield name, *(attempt(partial(error_of, work, name, precision)) for precision in PRECISIONS)
-    for name, shows in BEHAVIOURS.items():
-        yield name, *(attempt(partial(shows, work, precision)) for precision in PRECISIONS)
+    """The relative error of the gradient that the optimizer gets, against one big batch in float64. Windows of 5, 3 and
+    8 rows; labels on the device; half precision by autocast.
+    """
+    for name, shows in EXACT.items():
+        yield name, *(attempt(shows, work, precision) for precision in PRECISIONS)
 
 
 # Waits
 
-# The precision, the options, and the most waits at a window's edges.
-WAITS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "float32": ("float32", {}, 1),
-    "bfloat16": ("bfloat16", {}, 1),
-    "float16, scaler": ("float16, scaler", {}, 1),
-    "max_norm": ("bfloat16", {"max_norm": 1.0}, 1),
-    "scaler, max_norm": ("float16, scaler", {"max_norm": 1.0}, 1),
-    "on_nonfinite='skip'": ("bfloat16", {"on_nonfinite": "skip"}, 1),
-    "on_nonfinite='ignore'": ("bfloat16", {"on_nonfinite": "ignore"}, 0),
-    "on_nonfinite='ignore', max_norm": ("bfloat16", {"on_nonfinite": "ignore", "max_norm": 1.0}, 0),
-    "labels on the device, counted": ("bfloat16", TOKENS, 2),
-    "labels on the host, counted; pinned": ("bfloat16", TOKENS, 1),
+HALF, SCALER = "bfloat16", "float16, scaler"
+WAITS: dict[str, tuple[int, str, dict[str, Any]]] = {  # at most so many at a window's edges
+    "float32": (1, "float32", {}),
+    "bfloat16": (1, HALF, {}),
+    "float16, scaler": (1, SCALER, {}),
+    "max_norm": (1, HALF, {"max_norm": 1.0}),
+    "scaler, max_norm": (1, SCALER, {"max_norm": 1.0}),
+    "on_nonfinite='skip'": (1, HALF, {"on_nonfinite": "skip"}),
+    "on_nonfinite='ignore'": (0, HALF, {"on_nonfinite": "ignore"}),
+    "on_nonfinite='ignore', max_norm": (0, HALF, {"on_nonfinite": "ignore", "max_norm": 1.0}),
+    "tokens counted on the device": (2, HALF, TOKENS),
+    "tokens counted on the host, in pinned memory": (1, HALF, TOKENS),
 }
 
 
-def count_waits(work: Work, name: str) -> list[int]:
-    """Waits at the edges of each window; raises at a wait in its loop."""
-    precision, options, _ = WAITS[name]
-    trial, counts, is_cuda = Trial(work, precision, lr=0.1), [], work.device.type == "cuda"
-    mode = torch.cuda.set_sync_debug_mode if is_cuda else (lambda _: None)
-    batches = [part for seed in range(5) for part in cut(trial.batch(16, seed=seed), [5, 3, 8])]
+def most_waits(work: Work, name: str) -> str:
+    most, precision, options = WAITS[name]
+    trial = Trial(work, precision, lr=0.1, **options)
+    batches = [batch for seed in range(5) for batch in trial.cut(seed)]
     if "pinned" in name:
-        pin = Tensor.pin_memory if is_cuda else (lambda tensor: tensor)
-        batches = [{key: pin(value.cpu()) for key, value in batch.items()} for batch in batches]
-    trial.optimizer.register_step_pre_hook(lambda *_: trial.gradients.clear())
-    accumulator = trial.accumulator(steps=3, **options)
+        batches = [{key: work.pinned(value.cpu()) for key, value in batch.items()} for batch in batches]
+    debug = torch.cuda.set_sync_debug_mode if work.is_cuda else lambda _: None
+    counts = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
-            mode("warn")
-            for window in accumulator.windows(batches):
-                mode("error")
+            debug("warn")
+            for window in trial.accumulator.windows(batches):
+                debug("error")
                 for batch in window:
-                    here = {key: value.to(work.device, non_blocking=True) for key, value in batch.items()}
-                    window.backward(trial.loss(here))
-                mode("warn")
+                    moved = {key: value.to(work.device, non_blocking=True) for key, value in batch.items()}
+                    window.backward(trial.loss(moved))
+                debug("warn")
                 window.step()
                 counts.append(sum("called a synchronizing" in str(warning.message) for warning in seen))
         finally:
-            mode("default")
-    return [later - earlier for earlier, later in zip(counts, counts[1:], strict=False)]
+            debug("default")
+    worst = max(late - early for early, late in itertools.pairwise(counts))
+    return f"{worst}" if worst <= most else f"**{worst}**"
 
 
+@part(40, "", "at a window's edges", "allowed")
 def waits(work: Work) -> Iterator[Row]:
-    for name, (_, _, most) in WAITS.items():
-
-        def cell(name: str = name, most: int = most) -> str:
-            worst = max(count_waits(work, name))
-            return f"{worst}" if worst <= most else f"**{worst}**"
-
-        yield name, attempt(cell), f"{most}"
+    """Waits of the host for the device, by `torch.cuda.set_sync_debug_mode`: in a window's loop one is an error; at its
+    edges (plan and step) they are counted, and this is the most in four windows.
+    """
+    for name, (most, *_) in WAITS.items():
+        yield name, attempt(most_waits, work, name), str(most)
 
 
-# Time and memory, beside the loop by hand
+# Memory and time
 
 
 def ways(work: Work, make: Callable[[], Any], loss: Any, steps: int) -> dict[str, Callable[[], Loop]]:
-    """Loops in bfloat16 by autocast, each with a fresh model, as their documentation has them."""
-    kind = work.device.type
-
-    def cast(model: nn.Module, batch: Any) -> Tensor:
-        with work.autocast():
-            value: Tensor = loss(model, batch)
-        return value
-
-    def task(loss: Any = cast) -> Task:
-        return Task(make(), loss, sgd, steps)
-
-    plain: dict[str, Any] = {"batchnorm": "ignore"}
-    return {
-        HAND: lambda: plain_by_hand(task()),
-        AGAIN: lambda: plain_by_hand(task()),
-        "distaccum": lambda: plain_distaccum(task(), **plain),
-        "distaccum, 'ignore'": lambda: plain_distaccum(task(), on_nonfinite="ignore", **plain),
-        "Accelerate": lambda: accelerate(task(loss), cpu=kind == "cpu", mixed_precision="bf16"),
-        "Fabric": lambda: lightning_fabric(task(loss), accelerator=kind, precision="bf16-mixed"),
+    """Makers of loops, each with a fresh model."""
+    more: dict[str, dict[str, Any]] = {
+        "distaccum": {"batchnorm": "ignore"},
+        IGNORE: {"batchnorm": "ignore"},
+        "Accelerate": {"cpu": not work.is_cuda, "mixed_precision": "bf16"},
+        "Lightning Fabric": {"accelerator": work.device.type, "precision": "bf16-mixed"},
     }
 
+    def set_up(name: str) -> Loop:
+        set_up: Any = one_of("plain", name).set_up
+        return set_up(Task(make(), loss, sgd, steps), **more.get(name, {}))
 
-def compared(
-    work: Work, made: Mapping[str, Callable[[], Loop]], batches: Sequence[Any], windows: int, seconds: float
-) -> list[str]:
-    """Milliseconds of a window by hand, then of each other loop its ratio to that, or why there is none."""
-    turns: dict[str, Callable[[], object]] = {}
-    cells: dict[str, str] = {}
-    cost = 0.0
-    for name, make in made.items():
-
-        def set_up(name: str = name, make: Callable[[], Loop] = make) -> str:
-            nonlocal cost
-            run = make().run
-            run(batches)
-            turns[name] = lambda: [run(batches) for _ in range(windows)]
-            wait_for(work.device)
-            began = time.perf_counter()
-            run(batches)
-            wait_for(work.device)
-            cost += windows * (time.perf_counter() - began)
-            return ""
-
-        cells[name] = attempt(set_up)
-    rounds = 1 if work.is_small else max(3, min(10, int(seconds / cost) - 2))
-    taken = in_turns({name: turn for name, turn in turns.items() if not cells[name]}, rounds, work.device)
-    for name, values in taken.items():
-        cells[name] = spelled(ratios(values, taken[HAND])) if HAND in taken else "-"
-    if HAND in taken:
-        cells[HAND] = f"{1000 * statistics.median(taken[HAND]) / windows:.2f}"
-    return list(cells.values())
+    return {name: partial(set_up, name) for name in WAYS}
 
 
-def rates(work: Work) -> Iterator[Row]:
-    micro, images = (2, 2) if work.is_small else (4, 32)
-    models: dict[str, tuple[Any, Any, Callable[[], Any]]] = {
-        "GPT": (work.gpt, loss_of_text, lambda: work.tokens(micro).to(work.device)),
-        "ResNet": (work.resnet, loss_of_images, lambda: work.images(images)),
-        "tiny": (work.tiny, loss_of_rows, lambda: torch.randn(8, 64, device=work.device)),
-    }
-    for name, (make, loss, batch) in models.items():
-        for steps in (1, 2) if work.is_small else (1, 8, 32):
-            batches = [batch() for _ in range(steps)]
-            made = ways(work, make, loss, steps)
-            yield f"{name}, {steps}", *compared(work, made, batches, max(1, 8 // steps), 12)
-    if not work.is_small:
-        batches = [work.tokens(micro).to(work.device) for _ in range(8)]
-        made = ways(work, lambda: torch.compile(work.gpt()), loss_of_text, 8)
-        chosen = {name: made[name] for name in (HAND, "distaccum")}
-        hand, ratio = compared(work, chosen, batches, 1, 12)
-        yield "GPT under torch.compile, 8", hand, "-", ratio, "-", "-", "-"
+def compared(work: Work, made: Mapping[str, Callable[[], Loop]], batches: Sequence[Any]) -> list[str]:
+    """Milliseconds of a window of the first loop, and of each other loop its ratio to that, or why there is none."""
+    windows, turns = max(1, 8 // len(batches)), dict[str, Callable[[], object]]()
+
+    def set_up(make: Callable[[], Loop], name: str) -> str:
+        run = make().run
+        run(batches)  # may fail
+        turns[name] = lambda: [run(batches) for _ in range(windows)]
+        return ""
+
+    cells = {name: attempt(set_up, make, name) for name, make in made.items()}
+    rounds = 1 if work.is_small else 7 if len(batches) <= 8 else 3
+    (_, first), *others = kit.in_turns(turns, rounds, work.device).items()
+    cells |= {name: kit.spelled(kit.ratios(values, first)) for name, values in others}
+    return [f"{1000 * statistics.median(first) / windows:.2f}", *list(cells.values())[1:]]
 
 
+@part(60, "", "MB", "/ by hand")
 def memory(work: Work) -> Iterator[Row]:
-    batches = [work.tokens(2 if work.is_small else 4).to(work.device) for _ in range(4)]
-    hand = math.nan
-    for name, make in ways(work, work.gpt, loss_of_text, len(batches)).items():
+    """Peak memory of an update of 4 micro-batches, beyond model, optimizer and data; GPT."""
+    batches, hand = [work.text(4) for _ in range(4)], math.nan
+    for name, make in ways(work, work.gpt, work.loss_of_text, len(batches)).items():
+        peak = math.nan
 
-        def cells(name: str = name, make: Callable[[], Loop] = make) -> str:
-            nonlocal hand
+        def cell(make: Callable[[], Loop] = make) -> str:
+            nonlocal peak
             loop = make()
             loop.run(batches)  # makes the optimizer's state
-            peak = peak_of(partial(loop.run, batches), work.device)
-            hand = peak if name == HAND else hand
-            return f"{peak:,.0f} | {peak / hand if hand else math.nan:.3f}"
+            peak = kit.peak_of(partial(loop.run, batches), work.device)
+            return f"{peak:,.0f}"
 
-        cell = attempt(cells)
-        yield name, *(cell.split(" | ") if " | " in cell else (cell, "-"))
-
-
-# The size that fits
+        shown = attempt(cell)
+        hand = peak if name == WAYS[0] else hand
+        yield name, shown, f"{peak / hand:.3f}" if hand else "-"
 
 
+# What update() finds, the pace of a loader, FSDP2
+
+
+@part(50, "found", "most that fits", "sizes tried", "error")
 def auto(work: Work) -> Iterator[Row]:
-    """Memory is capped, so that few rows fill it; on a CPU a loss of more than 4 rows is said not to fit."""
-    net, is_cuda = work.gpt(), work.device.type == "cuda"
-    whole, sizes = work.tokens(16).to(work.device), [1, 2, 4, 8, 16]
-    if is_cuda:
-        total = torch.cuda.get_device_properties(work.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 10e9 / total), work.device)
-    seen: list[int] = []
+    """`update` with micro_batch_size='auto' on 16 rows, GPT, memory capped at 10 GB: beside the largest power of two
+    that fits by hand, and the gradient beside that of the loop by hand with the same size.
+    """
+    net, whole, seen, gradients = work.gpt(), work.text(16), list[int](), list[Tensor]()
+    if work.is_cuda:
+        most = 10e9 / torch.cuda.get_device_properties(work.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most), work.device)
 
-    def loss(tokens: Tensor) -> Tensor:
-        seen.append(len(tokens))
-        if not is_cuda and len(tokens) > 4:
-            raise torch.OutOfMemoryError("out of memory, as if")
-        with work.autocast():
-            return loss_of_text(net, tokens)
+    def loss(text: Tensor) -> Tensor:
+        seen.append(len(text))
+        if not work.is_cuda and len(text) > 4:
+            raise torch.OutOfMemoryError("as if")
+        return work.loss_of_text(net, text)
 
     def by_hand(size: int) -> Tensor | None:
         try:
-            for tokens in whole.split(size):
-                (loss(tokens) * len(tokens) / len(whole)).backward()
+            for text in whole.split(size):
+                (loss(text) * len(text) / len(whole)).backward()
             return flat(p.grad for p in net.parameters())
         except torch.OutOfMemoryError:
             return None
         finally:
             net.zero_grad()
 
-    fitting = [size for size in sizes if by_hand(size) is not None]
-    if is_cuda:
-        torch.cuda.empty_cache()
-    optimizer, gradients = SGD(net.parameters(), lr=0.0), list[Tensor]()
+    fitting = max(size for size in (1, 2, 4, 8, 16) if by_hand(size) is not None)
+    optimizer = SGD(net.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradients.append(flat(p.grad for p in net.parameters())))
     accumulator = Accumulator(net, optimizer, micro_batch_size="auto")
-    first = len(seen)
+    seen.clear()
     accumulator.update(whole, loss)
-    tries = len(set(seen[first:]))
-    accumulator.update(whole, loss)
-    expected = by_hand(seen[-1])
+    tried, size = sorted(set(seen), reverse=True), seen[-1]
+    expected = by_hand(size)
     assert expected is not None
-    error = relative_difference(gradients[-1], expected)
-    taken = seen[-1] if seen[-1] == fitting[-1] else f"**{seen[-1]}**"
-    yield f"{taken}", f"{fitting[-1]}", f"{tries}", within(error, 1e-3), "-"
+    error = within(kit.relative_difference(gradients[0], expected), 1e-3)
+    yield f"{size}" if size == fitting else f"**{size}**", str(fitting), ", ".join(map(str, tried)), error
 
 
-# The pace of a loader
+class OnDevice(paces.Job):
+    """The job of pace.py with a model on the device, and micro-batches that are pinned and copied non_blocking."""
+
+    def __init__(self, work: Work, net: nn.Module, text: Sequence[Tensor], steps: int, load: float) -> None:
+        self.work, self.model, self.text, self.steps, self.load = work, net, text, steps, load
+        self.workers, self.optimizer = 1 if work.is_small else 4, sgd(net.parameters())
+
+    def loader(self, collate: Any = None) -> Any:
+        if not self.load:
+            return self.text
+        slow = Slow(len(self.text), self.load * self.workers)
+        slow.text = self.text
+        return DataLoader(slow, batch_size=None, num_workers=self.workers, pin_memory=self.work.is_cuda)
+
+    def loss(self, inputs: Any, model: nn.Module | None = None) -> Tensor:
+        return self.work.loss_of_text(self.model, inputs.to(self.work.device, non_blocking=True))
+
+    def seconds(self, way: paces.Way) -> float:
+        """Seconds of a window, leaving out the first, in which workers start."""
+        windows = way(self)
+        next(windows)
+        kit.wait_for(self.work.device)
+        began, num = time.perf_counter(), sum(1 for _ in windows)
+        kit.wait_for(self.work.device)
+        return (time.perf_counter() - began) / num
 
 
-@dataclass
-class Slow(Dataset[Tensor]):
-    items: list[Tensor]
-    num: int
-    seconds: float
+class Slow(paces.Slow):
+    text: Sequence[Tensor]
 
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, place: int) -> Tensor:
-        time.sleep(self.seconds)
-        return self.items[place % len(self.items)].clone()
+    def __getitem__(self, place: int) -> Any:
+        super().__getitem__(place)  # sleeps
+        return self.text[place].clone()
 
 
-def seconds_of(work: Work, net: nn.Module, way: str, loader: Any, steps: int) -> float:
-    """Seconds of a window, leaving out the first, in which workers start."""
-    optimizer, ends = sgd(net.parameters()), list[float]()
-
-    def loss(tokens: Tensor) -> Tensor:
-        with work.autocast():
-            return loss_of_text(net, tokens.to(work.device, non_blocking=True))
-
-    if way.startswith("by hand"):
-        for i, tokens in enumerate(loader):
-            (loss(tokens) / steps).backward()
-            if (i + 1) % steps == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                ends.append(time.perf_counter())
-    else:
-        ahead = "ahead" not in way
-        for window in Accumulator(net, optimizer, steps=steps).windows(loader, ahead=ahead):
-            for tokens in window:
-                window.backward(loss(tokens))
-            window.step()
-            ends.append(time.perf_counter())
-    wait_for(work.device)
-    ends[-1] = time.perf_counter()
-    return (ends[-1] - ends[0]) / (len(ends) - 1)
-
-
+@part(80, "micro-steps, load / compute", "by hand, ms", "by hand, again", "windows", "windows, ahead=False")
 def pace(work: Work) -> Iterator[Row]:
-    net, rows = work.gpt(), 2
-    items = [work.tokens(rows) for _ in range(8)]
-    micro_steps, workers = (8, 1) if work.is_small else (64, 4)
-    resident = [items[0].to(work.device)] * micro_steps
-    for _ in range(2):  # the first warms up
-        step = seconds_of(work, net, HAND, resident, micro_steps // 4) / (micro_steps // 4)
-    for steps, part in [(2, 0.8)] if work.is_small else [(1, 0.8), (8, 0.8), (32, 0.8), (32, 1.2)]:
-        # All workers together give an item in this part of a micro-step.
-        data = Slow(items, max(micro_steps, 3 * steps), part * step * workers)
-        taken: dict[str, list[float]] = {}
+    """Time of a window that reads a DataLoader, whose workers sleep so that all of them together give a micro-batch in
+    this part of a micro-step's time; pinned memory, copied non_blocking; GPT; the first window left out.
+    """
+    net, micro_steps = work.gpt(), 8 if work.is_small else 96
+    text = [work.text(2).cpu() for _ in range(micro_steps)]
+    ready = OnDevice(work, net, text[:16], 4, 0.0)
+    micro_step = min(ready.seconds(paces.by_hand) for _ in range(3)) / 4
+    ways = {"": paces.by_hand, "again": paces.by_hand, "windows": paces.windows, "not ahead": paces.not_ahead}
+    for steps, load in [(2, 0.8)] if work.is_small else [(1, 0.8), (8, 0.8), (32, 0.8), (32, 1.2)]:
+        job = OnDevice(work, net, text, steps, load * micro_step)
+        taken: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(1 if work.is_small else 3):
-            for way in (HAND, AGAIN, "windows", "windows, ahead=False"):
-                pin = work.device.type == "cuda"
-                loader = DataLoader(data, batch_size=None, num_workers=workers, pin_memory=pin)
-                taken.setdefault(way, []).append(seconds_of(work, net, way, loader, steps))
-        of_others = [spelled(ratios(values, taken[HAND])) for way, values in taken.items() if way != HAND]
-        yield f"{steps}, {part}", f"{1000 * statistics.median(taken[HAND]):.1f}", *of_others
+            for name, way in ways.items():
+                taken[name].append(job.seconds(way))
+        hand, *others = taken.values()
+        ratios = [kit.spelled(kit.ratios(values, hand)) for values in others]
+        yield f"{steps}, {load}", f"{1000 * statistics.median(hand):.1f}", *ratios
 
 
-# FSDP2
-
-
+@part(60, "sync", "error", "by hand, ms", "by hand, again", "distaccum")
 def fsdp2(work: Work) -> Iterator[Row]:
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # a name of this machine may not resolve
+    """`fully_shard` on one rank: the gradient's error in float32, and the time of a window of 8 micro-steps; GPT."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # the machine's own name may not resolve
         os.environ.setdefault(name, "lo")
-    backend = "nccl" if work.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    batches = [work.tokens(2 if work.is_small else 4).to(work.device) for _ in range(8)]
+    dist.init_process_group("nccl" if work.is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    batches = [work.text(4) for _ in range(8)]
 
-    def task() -> Task:
+    def loop(of: Callable[[Task, str], Loop], sync: str) -> Loop:
         net = work.gpt()
+        return of(Task(net, work.loss_of_text, sgd, len(batches), tuple(net.layers.values())), sync)
 
-        def loss(model: nn.Module, batch: Tensor) -> Tensor:
-            with work.autocast():
-                return loss_of_text(model, batch)
-
-        return Task(net, loss, sgd, len(batches), tuple(net.layers.values()))
-
-    def error(policy: str) -> str:
-        trial = Trial(work, "float32")
-        batch = trial.batch(16, padded=True)
-        expected = trial.expected(lambda other: other.loss(batch))
-        fully_sharded(trial.net, [trial.net[1]])
-        trial.optimizer = SGD(trial.net.parameters(), lr=0.0)
-        trial.optimizer.register_step_pre_hook(lambda *_: trial.gradients.append(flat(p.grad for p in trial.weights())))
-        trial.run(trial.accumulator(steps=3, sync=policy, **TOKENS).window(cut(batch, [5, 3, 8])))
-        return within(relative_difference(trial.gradients[-1].double(), expected), 1e-5)
-
-    for policy in ("last", "every"):
-        made = {HAND: fsdp2_by_hand, AGAIN: fsdp2_by_hand, "distaccum": fsdp2_distaccum}
-        loops = {name: (lambda loop=loop: loop(task(), policy)) for name, loop in made.items()}  # noqa: B023
-        yield policy, attempt(partial(error, policy)), *compared(work, loops, batches, 1, 12)
+    for sync in ("last", "every"):
+        error = attempt(partial(obeys, is_sharded=True, sync=sync, **TOKENS), Trial.window, work, "float32")
+        made = {"by hand": fsdp2_by_hand, "again": fsdp2_by_hand, "distaccum": fsdp2_distaccum}
+        loops = {name: partial(loop, of, sync) for name, of in made.items()}
+        yield sync, error, *compared(work, loops, batches)
     dist.destroy_process_group()
 
 
-# Parts, each in a process of its own
+@part(240, "model, micro-steps", "by hand, ms", *WAYS[1:])
+def rates(work: Work) -> Iterator[Row]:
+    """Time of a window: GPT with 4 rows of 1,024 tokens, ResNet-50 with 32 images of 224 x 224, and two layers of
+    64 x 64, where only the host's work counts. on_nonfinite='ignore' reads nothing of the device.
+    """
+    (rows, images, side), all_steps = ((2, 2, 32), (2,)) if work.is_small else ((4, 32, 224), (1, 8, 32))
+    models: dict[str, tuple[Any, Any, Callable[[], Any]]] = {
+        "GPT": (work.gpt, work.loss_of_text, lambda: work.text(rows)),
+        "ResNet": (work.resnet, work.mean_square, lambda: torch.randn(images, 3, side, side, device=work.device)),
+        "tiny": (work.tiny, work.mean_square, lambda: torch.randn(8, 64, device=work.device)),
+    }
+    for name, (make, loss, batch) in models.items():
+        for steps in all_steps:
+            batches = [batch() for _ in range(steps)]
+            yield f"{name}, {steps}", *compared(work, ways(work, make, loss, steps), batches)
+    if work.is_cuda:
+        made = ways(work, lambda: torch.compile(work.gpt()), work.loss_of_text, 8)
+        hand, ratio = compared(work, {name: made[name] for name in ("by hand", "distaccum")}, [work.text(rows)] * 8)
+        yield "GPT under torch.compile, 8", hand, "-", ratio, "-", "-", "-"
 
 
-@dataclass(frozen=True)
-class Part:
-    run: Callable[[Work], Iterator[Row]]
-    seconds: int  # at most
-    heads: tuple[str, ...]
-    about: str
+# Each part in a process of its own
 
 
-OF_LOOPS = (AGAIN, "distaccum", "distaccum, 'ignore'", "Accelerate", "Fabric")
-PARTS = {
-    "exact": Part(
-        exact,
-        60,
-        ("", *PRECISIONS),
-        "Relative error of the gradient that the step gets, against one big batch in float64; windows of 5, 3 and 8 "
-        "rows, labels on the device, autocast in half precision.",
-    ),
-    "waits": Part(
-        waits,
-        40,
-        ("", "at a window's edges", "allowed"),
-        "Waits of the host for the device, by torch.cuda.set_sync_debug_mode: an error in a window's loop, counted at "
-        "its edges (the plan and the step); the most of four windows.",
-    ),
-    "memory": Part(
-        memory,
-        60,
-        ("", "MB", "/ by hand"),
-        "Peak memory of an update of 4 micro-batches beyond model, optimizer and data; GPT.",
-    ),
-    "auto": Part(
-        auto,
-        50,
-        ("found", "largest that fits", "sizes tried", "error", ""),
-        "`update` with micro_batch_size='auto' on a batch of 16, GPT, memory capped at 10 GB: against the largest "
-        "power of two that fits by hand, and the gradient against the loop by hand with that size.",
-    ),
-    "pace": Part(
-        pace,
-        80,
-        ("steps, load / compute", "by hand, ms", AGAIN, "windows", "windows, ahead=False"),
-        "Time of a window with a DataLoader whose workers sleep, pinned memory, copied non_blocking; GPT, the first "
-        "window left out. All workers together give a micro-batch in this part of a micro-step's time.",
-    ),
-    "fsdp2": Part(
-        fsdp2,
-        60,
-        ("sync", "error", "by hand, ms", AGAIN, "distaccum"),
-        "fully_shard on one rank: the gradient's error in float32, and the time of a window of 8 micro-steps; GPT.",
-    ),
-    "rates": Part(
-        rates,
-        240,
-        ("model, micro-steps", "by hand, ms", *OF_LOOPS),
-        "Time of a window: GPT with 4 rows of 1,024 tokens, ResNet-50 with 32 images of 224 x 224, and two layers of "
-        "64 x 64, where the host is all that counts; 'ignore' is on_nonfinite='ignore', which reads nothing.",
-    ),
-}
-
-
-@dataclass
-class Outcome:
-    rows: list[Row] = field(default_factory=list)
-    error: str = ""
-    seconds: float = 0.0
-
-
-def child(name: str, work: Work, pipe: Any) -> None:
-    """Sends the rows of a part as they come, then None, or an error."""
+def run_here(name: str, work: Work, pipe: Any) -> None:
+    """Sends a part's rows as they come, and at last None or an error."""
     be_quiet()
     try:
         with redirect_stdout(sys.stderr):  # output of the libraries
@@ -740,66 +580,51 @@ def child(name: str, work: Work, pipe: Any) -> None:
         pipe.send(in_words(error))
 
 
-def outcome_of(name: str, work: Work, seconds: float) -> Outcome:
-    """Runs a part in a fresh process, which a broken device or a hang takes no further than that."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+def rows_of(name: str, work: Work, seconds: float) -> tuple[list[Row], str]:
+    """The rows that a part gave within this time, and its error, if any."""
+    context = multiprocessing.get_context("forkserver")  # a fork of this process could not use the GPU
+    context.set_forkserver_preload(["torch"] if work.is_cuda else ["torch._dynamo", *kit.SLOW_IMPORTS[1:]])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(name, work, sender))
-    began, outcome = time.monotonic(), Outcome()
+    process = context.Process(target=run_here, args=(name, work, sender))
+    rows, until = list[Row](), time.monotonic() + seconds
     process.start()
     sender.close()
     try:
-        while receiver.poll(max(0.0, began + seconds - time.monotonic())):
+        while receiver.poll(max(0.0, until - time.monotonic())):
             message = receiver.recv()
-            if isinstance(message, str):
-                outcome.error = message
             if not isinstance(message, tuple):
-                break
+                return rows, message or ""
             print(f"{name}: {' | '.join(message)}", file=sys.stderr, flush=True)
-            outcome.rows.append(message)
-        else:
-            outcome.error = f"stopped after {seconds:.0f} s"
+            rows.append(message)
+        return rows, f"stopped after {seconds:.0f} s"
     except EOFError:
         process.join(5)
-        outcome.error = f"its process ended with status {process.exitcode}"
+        return rows, f"its process ended with status {process.exitcode}"
     finally:
         process.kill()
         process.join()
-    outcome.seconds = time.monotonic() - began
-    return outcome
 
 
-def installed() -> dict[str, str]:
-    """The versions of the other libraries that there are."""
-    versions = {}
-    for name in OTHERS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def page(outcomes: Mapping[str, Outcome], about: Mapping[str, str], work: Work) -> str:
-    others = ", ".join(f"{name} {version}" for name, version in installed().items())
-    notes = [
-        f"{others}. GPT: 12 layers, width 768, 124 million parameters. Computing in bfloat16 by autocast, SGD with "
-        "momentum, one process. Times are ratios to the loop by hand of the same round: median (least to most); "
-        "*again* is the same loop twice, so what it differs by is noise. **Bold**: failed, or above its bound.",
-    ]
-    if work.device.type == "cpu" or work.is_small:
-        notes.insert(0, "**Not the figures of a GPU**: small models, only to show that the program runs.")
-    lines = header("On a GPU", about, *notes)
-    for name, outcome in outcomes.items():
+def page(done: Mapping[str, Any], about: Mapping[str, str], versions: Mapping[str, str], work: Work) -> str:
+    lines = kit.header(
+        "On a GPU",
+        about,
+        "" if work.is_cuda and not work.is_small else "**No figures of a GPU**: small models show that it runs.",
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}. GPT: 12 layers, width 768, 124 "
+        "million parameters. Parameters in float32, computing in bfloat16 by autocast, SGD with momentum, one process. "
+        "Times are ratios to the loop by hand of the same round: median (least to most); *again* is the same loop "
+        "twice, so what it differs by is noise. **Bold**: failed, or beyond its bound.",
+    )
+    for name, outcome in done.items():
         part = PARTS[name]
-        lines += [f"## {name}", "", *wrapped(part.about), *table(part.heads, outcome.rows)]
-        lines += wrapped(f"**Failed**: {outcome.error}" if outcome.error else f"{outcome.seconds:.0f} s.")
+        lines += [f"## {name}", "", *kit.wrapped(" ".join((part.run.__doc__ or "").split()))]
+        lines += kit.table(part.heads, outcome["rows"])
+        lines += kit.wrapped(f"{'**Failed**: ' * bool(outcome['error'])}{outcome['error']} {outcome['seconds']:.0f} s.")
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = Options(__doc__)
+    parser = kit.Options(__doc__)
     parser.device()
     parser.add_argument("--small", action="store_true", help="small models, of which no figure counts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
@@ -810,14 +635,15 @@ def main() -> int:
     if options.device == "cpu" and not options.small:
         parser.error("--device cpu takes hours with these models; add --small")
     work, until = Work(torch.device(options.device), options.small), time.monotonic() + options.seconds
-    about, outcomes = circumstances(work.device), dict[str, Outcome]()
+    about, done = kit.circumstances(work.device), dict[str, Any]()
+    versions = {one.name: one.version for one in metadata.distributions() if one.name in OTHERS}
     for name in options.parts:
-        outcomes[name] = outcome_of(name, work, min(PARTS[name].seconds, max(1.0, until - time.monotonic())))
-        result = {**about, **installed(), **{name: vars(outcome) for name, outcome in outcomes.items()}}
+        began = time.monotonic()
+        rows, error = rows_of(name, work, min(PARTS[name].seconds, max(1.0, until - began)))
+        done[name] = {"rows": rows, "error": error, "seconds": time.monotonic() - began}
         with redirect_stdout(None) if name != options.parts[-1] else nullcontext():
-            write(options.out, page(outcomes, about, work), result)
-    has_failed = any(one.error or "**" in str(one.rows) for one in outcomes.values())
-    return 1 if has_failed else 0
+            kit.write(options.out, page(done, about, versions, work), {**about, **versions, **done})
+    return 1 if any(one["error"] or "**" in str(one["rows"]) for one in done.values()) else 0
 
 
 if __name__ == "__main__":
