@@ -9,7 +9,6 @@ its own, for a time of its own; one that fails or is stopped says so on the page
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -17,10 +16,8 @@ import statistics
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -32,15 +29,13 @@ import torch
 import torch.distributed as dist
 from contenders import Loop, Task, be_quiet, fsdp2_by_hand, fsdp2_distaccum, one_of
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 from training.gpt import GPT
-from wrappers import fully_sharded
+from trials import EXACT, PRECISIONS, TOKENS, WAITS, Trial, flat, most_waits, obeys, within
 
-from distaccum import Accumulator, DistaccumError, count_tokens
-from distaccum.extensions import NoiseScale, WideSums
+from distaccum import Accumulator
 
 Row = Sequence[str]
 OTHERS = ("accelerate", "lightning", "lightning-fabric", "torchvision")
@@ -85,9 +80,6 @@ class Work:
         net.scores.weight = net.tokens.weight
         return net
 
-    def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if self.is_cuda else tensor
-
     def text(self, rows: int) -> Tensor:
         return torch.randint(0, *((128, (rows, 17)) if self.is_small else (50304, (rows, 1025))), device=self.device)
 
@@ -126,239 +118,13 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}".replace("|", "/")
 
 
-def within(value: float, bound: float) -> str:
-    return f"{value:.0e}" if value <= bound else f"**{value:.0e}**"
-
-
-def flat(tensors: Any) -> Tensor:
-    return torch.cat([getattr(one, "full_tensor", lambda one=one: one)().detach().flatten() for one in tensors]).clone()
-
-
-# Exactness
-
-# The dtype of the parameters, that of autocast, and the largest relative error of a gradient.
-PRECISIONS = {
-    "float64": (torch.float64, None, 1e-12),
-    "float32": (torch.float32, None, 1e-6),
-    "bfloat16": (torch.float32, torch.bfloat16, 3e-2),
-    "float16, scaler": (torch.float32, torch.float16, 4e-3),
-}
-TOKENS: dict[str, Any] = {"count": count_tokens("labels")}
-EXTENSIONS = (NoiseScale, partial(WideSums, torch.float64))
-
-
-class Trial:
-    """A small model in one precision with an Accumulator; `gradient` is what the optimizer's last step was given."""
-
-    def __init__(
-        self,
-        work: Work,
-        precision: str,
-        *,
-        dropout: float = 0.0,
-        lr: float = 0.0,
-        scale: float = 64.0,
-        is_sharded: bool = False,
-        extensions: Sequence[Callable[[], Any]] = (),
-        **options: Any,
-    ) -> None:
-        self.work, self.device, self.options, self.is_in_pairs = work, work.device, options, False
-        dtype, self.half, self.bound = PRECISIONS[precision]
-        torch.manual_seed(0)
-        layers = nn.Linear(32, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 64)
-        self.net = nn.Sequential(nn.Embedding(64, 32), *layers).to(self.device, dtype)
-        if is_sharded:
-            fully_sharded(self.net, [self.net[1]])
-        self.batch = self.rows(0)
-        is_scaled = self.half is torch.float16
-        self.scaler = (
-            GradScaler(self.device.type, init_scale=scale, backoff_factor=min(0.5, 64 / scale)) if is_scaled else None
-        )
-        self.optimizer = SGD(self.net.parameters(), lr=lr, momentum=0.9)
-        self.optimizer.register_step_pre_hook(self._keep)
-        size = {} if "micro_batch_size" in options else {"steps": 3}
-        more = {"extensions": [make() for make in extensions], "scaler": self.scaler, **size, **options}
-        self.accumulator = Accumulator(self.net, self.optimizer, **more)
-
-    def _keep(self, *_: Any) -> None:
-        self.gradient = flat(p.grad for p in self.net.parameters())
-
-    def rows(self, seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        tokens, labels = torch.randint(0, 64, (2, 16, 8), generator=generator)
-        if "count" in self.options:  # of tokens: the later rows are the shorter ones
-            labels[torch.rand(16, 8, generator=generator) < torch.arange(16)[:, None] / 16] = -100
-        return {"tokens": tokens.to(self.device), "labels": labels.to(self.device)}
-
-    def cut(self, seed: int = 0, sizes: Sequence[int] = (5, 3, 8)) -> list[dict[str, Tensor]]:
-        parts = [value.split(sizes) for value in self.rows(seed).values()]
-        return [{"tokens": tokens, "labels": labels} for tokens, labels in zip(*parts, strict=True)]
-
-    def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
-            scores: Tensor = self.net(batch["tokens"])
-        return scores if self.half is None else scores.float()
-
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        reduction = "mean" if self.options.get("reduction", "mean") == "mean" else "sum"
-        return cross_entropy(self.scores(batch).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
-
-    def run(self, window: Any, poison: float = 1.0) -> Any:
-        for i, batch in enumerate(window):
-            window.backward(self.loss(batch) * (poison if i == 1 else 1.0))
-        return window.step()
-
-    def window(self, poison: float = 1.0) -> Any:
-        return self.run(self.accumulator.window(self.cut()), poison)
-
-    def windows(self) -> Any:
-        """A window of three micro-batches, and a short last one of the rows that `window` has."""
-        return [self.run(one) for one in self.accumulator.windows([*self.cut(1), *self.cut(0, (14, 2))])]
-
-    def update(self) -> Any:
-        return self.accumulator.update(self.batch, self.loss)
-
-    def contrast(self) -> Any:
-        self.is_in_pairs = True
-        return self.accumulator.contrast(self.batch, self.scores, loss_of_pairs)
-
-    def by_hand(self) -> None:
-        self.gradient = flat(torch.autograd.grad(self.loss(self.batch), self.net.parameters()))
-
-
-def loss_of_pairs(scores: Tensor) -> Tensor:
-    rows = scores.mean(1)
-    return cross_entropy(rows @ rows.roll(1, 0).T, torch.arange(len(rows), device=rows.device))
-
-
-def error_of(trial: Trial) -> str:
-    """The last gradient's error against that of the whole batch at once, in float64."""
-    most, options = trial.options.get("max_norm"), {**trial.options, "max_norm": None, "sync": "last"}
-    other = Trial(trial.work, "float64", **options)
-    loss = loss_of_pairs(other.scores(other.batch)) if trial.is_in_pairs else other.loss(other.batch)
-    if options.get("reduction") == "sum_to_mean":
-        loss = loss / other.batch["labels"].ne(-100).sum()
-    expected = flat(torch.autograd.grad(loss, list(other.net.parameters())))
-    expected *= 1.0 if most is None else most / (expected.norm() + 1e-6)
-    return within(kit.relative_difference(trial.gradient.double(), expected), trial.bound)
-
-
-def obeys(call: Callable[[Trial], Any], work: Work, precision: str, **options: Any) -> str:
-    trial = Trial(work, precision, **options)
-    update = call(trial)
-    assert "extensions" not in options or update.noise_scale is not None
-    return error_of(trial)
-
-
-def checks(work: Work, precision: str) -> str:
-    trial = Trial(work, precision, micro_batch_size=3, **TOKENS)
-    report = trial.accumulator.check(trial.batch, trial.loss)
-    assert report.equivalent, f"{report.worst:.0e}, {report.causes}"
-    return f"{report.worst:.0e}"
-
-
-def recovers(work: Work, precision: str, *, poison: float = 1.0, scale: float = 64.0, **options: Any) -> str:
-    """The error of the window that follows one that must not step."""
-    trial = Trial(work, precision, lr=0.1, scale=scale, **options)
-    if poison == 1.0 and trial.scaler is None:
-        return "-"
-    before, has_raised = flat(trial.net.parameters()), False
-    try:
-        assert not trial.window(poison).stepped, "it stepped"
-    except DistaccumError:
-        has_raised = True
-    assert has_raised == (poison != 1.0 and not options), "it raised" if has_raised else "it did not raise"
-    assert flat(trial.net.parameters()).equal(before), "weights moved"
-    assert trial.window().stepped and not flat(trial.net.parameters()).equal(before), "the next one did not step"
-    return error_of(trial)
-
-
-def resumes(work: Work, precision: str) -> str:
-    """Leaves a job with dropout in its second window, after one micro-step, and lets another go on from there."""
-    trial, other = (Trial(work, precision, dropout=0.5, lr=0.1) for _ in range(2))
-    for seed in range(3):
-        window = trial.accumulator.window(trial.cut(seed))
-        for i, batch in enumerate(window):
-            window.backward(trial.loss(batch))
-            if seed == i == 1:
-                for name in ("net", "optimizer", "accumulator"):
-                    getattr(other, name).load_state_dict(deepcopy(getattr(trial, name).state_dict()))
-        window.step()
-    torch.manual_seed(1234)
-    for seed in (1, 2):
-        other.run(other.accumulator.window(other.cut(seed)))
-    return "yes" if flat(trial.net.parameters()).equal(flat(other.net.parameters())) else "**no**"
-
-
-EXACT: dict[str, Callable[[Work, str], str]] = {
-    "one big batch, by hand": partial(obeys, Trial.by_hand),
-    "window, mean of samples": partial(obeys, Trial.window),
-    "window, sum": partial(obeys, Trial.window, reduction="sum"),
-    "window, mean of tokens": partial(obeys, Trial.window, **TOKENS),
-    "window, sum to mean of tokens": partial(obeys, Trial.window, reduction="sum_to_mean", **TOKENS),
-    "window, max_norm": partial(obeys, Trial.window, max_norm=0.01),
-    "window, NoiseScale and WideSums": partial(obeys, Trial.window, extensions=EXTENSIONS),
-    "windows, the last one short": partial(obeys, Trial.windows, **TOKENS),
-    "update": partial(obeys, Trial.update, micro_batch_size=3, **TOKENS),
-    "contrast": partial(obeys, Trial.contrast, micro_batch_size=3),
-    "check": checks,
-    "after a NaN that raises": partial(recovers, poison=math.nan),
-    "after a NaN that is skipped": partial(recovers, poison=math.nan, on_nonfinite="skip"),
-    "after an overflow": partial(recovers, scale=2.0**26),
-    "resumed in mid-window, with dropout: bit-identical": resumes,
-}
-
-
 @part(60, "", *PRECISIONS)
 def exact(work: Work) -> Iterator[Row]:
     """The relative error of the gradient that the optimizer gets, against one big batch in float64. Windows of 5, 3 and
     8 rows; labels on the device; half precision by autocast.
     """
     for name, shows in EXACT.items():
-        yield name, *(attempt(shows, work, precision) for precision in PRECISIONS)
-
-
-# Waits
-
-HALF, SCALER = "bfloat16", "float16, scaler"
-WAITS: dict[str, tuple[int, str, dict[str, Any]]] = {  # at most so many at a window's edges
-    "float32": (1, "float32", {}),
-    "bfloat16": (1, HALF, {}),
-    "float16, scaler": (1, SCALER, {}),
-    "max_norm": (1, HALF, {"max_norm": 1.0}),
-    "scaler, max_norm": (1, SCALER, {"max_norm": 1.0}),
-    "on_nonfinite='skip'": (1, HALF, {"on_nonfinite": "skip"}),
-    "on_nonfinite='ignore'": (0, HALF, {"on_nonfinite": "ignore"}),
-    "on_nonfinite='ignore', max_norm": (0, HALF, {"on_nonfinite": "ignore", "max_norm": 1.0}),
-    "tokens counted on the device": (2, HALF, TOKENS),
-    "tokens counted on the host, in pinned memory": (1, HALF, TOKENS),
-}
-
-
-def most_waits(work: Work, name: str) -> str:
-    most, precision, options = WAITS[name]
-    trial = Trial(work, precision, lr=0.1, **options)
-    batches = [batch for seed in range(5) for batch in trial.cut(seed)]
-    if "pinned" in name:
-        batches = [{key: work.pinned(value.cpu()) for key, value in batch.items()} for batch in batches]
-    debug = torch.cuda.set_sync_debug_mode if work.is_cuda else lambda _: None
-    counts = []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        try:
-            debug("warn")
-            for window in trial.accumulator.windows(batches):
-                debug("error")
-                for batch in window:
-                    moved = {key: value.to(work.device, non_blocking=True) for key, value in batch.items()}
-                    window.backward(trial.loss(moved))
-                debug("warn")
-                window.step()
-                counts.append(sum("called a synchronizing" in str(warning.message) for warning in seen))
-        finally:
-            debug("default")
-    worst = max(late - early for early, late in itertools.pairwise(counts))
-    return f"{worst}" if worst <= most else f"**{worst}**"
+        yield name, *(attempt(shows, work.device, precision) for precision in PRECISIONS)
 
 
 @part(40, "", "at a window's edges", "allowed")
@@ -367,7 +133,7 @@ def waits(work: Work) -> Iterator[Row]:
     edges (plan and step) they are counted, and this is the most in four windows.
     """
     for name, (most, *_) in WAITS.items():
-        yield name, attempt(most_waits, work, name), str(most)
+        yield name, attempt(most_waits, work.device, name), str(most)
 
 
 # Memory and time
@@ -536,7 +302,7 @@ def fsdp2(work: Work) -> Iterator[Row]:
         return of(Task(net, work.loss_of_text, sgd, len(batches), tuple(net.layers.values())), sync)
 
     for sync in ("last", "every"):
-        error = attempt(partial(obeys, is_sharded=True, sync=sync, **TOKENS), Trial.window, work, "float32")
+        error = attempt(partial(obeys, is_sharded=True, sync=sync, **TOKENS), Trial.window, work.device, "float32")
         made = {"by hand": fsdp2_by_hand, "again": fsdp2_by_hand, "distaccum": fsdp2_distaccum}
         loops = {name: partial(loop, of, sync) for name, of in made.items()}
         yield sync, error, *compared(work, loops, batches)
@@ -583,7 +349,8 @@ def run_here(name: str, work: Work, pipe: Any) -> None:
 def rows_of(name: str, work: Work, seconds: float) -> tuple[list[Row], str]:
     """The rows that a part gave within this time, and its error, if any."""
     context = multiprocessing.get_context("forkserver")  # a fork of this process could not use the GPU
-    context.set_forkserver_preload(["torch"] if work.is_cuda else ["torch._dynamo", *kit.SLOW_IMPORTS[1:]])
+    imports = ["torch"] if work.is_cuda else ["torch._dynamo", "accelerate", "lightning_fabric"]  # may look for a GPU
+    context.set_forkserver_preload(imports)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_here, args=(name, work, sender))
     rows, until = list[Row](), time.monotonic() + seconds
