@@ -62,7 +62,7 @@ def part(seconds: int, *heads: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """The device, and the models that run there with their losses under autocast."""
+    """The device, and the models that run there."""
 
     device: torch.device
     is_small: bool
@@ -93,14 +93,21 @@ class Work:
     def tiny(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(self.device)
 
-    def loss_of_text(self, model: nn.Module, text: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16):
-            return cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten())
+    def under_autocast(self, loss: Any) -> Any:
+        def cast(model: nn.Module, batch: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                value: Tensor = loss(model, batch)
+            return value
 
-    def mean_square(self, model: nn.Module, rows: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16):
-            mean: Tensor = model(rows).float().square().mean()
-        return mean
+        return cast
+
+
+def loss_of_text(model: nn.Module, text: Tensor) -> Tensor:
+    return cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten())
+
+
+def mean_square(model: nn.Module, rows: Tensor) -> Tensor:
+    return model(rows).float().square().mean()
 
 
 def attempt(call: Callable[..., str], *given: Any) -> str:
@@ -149,8 +156,11 @@ def ways(work: Work, make: Callable[[], Any], loss: Any, steps: int) -> dict[str
     }
 
     def set_up(name: str) -> Loop:
-        set_up: Any = one_of("plain", name).set_up
-        return set_up(Task(make(), loss, sgd, steps), **more.get(name, {}))
+        casts = "precision" in str(more.get(name))  # otherwise the loss does
+        task = Task(make(), loss if casts else work.under_autocast(loss), sgd, steps)
+        call: Any = one_of("plain", name).set_up
+        loop: Loop = call(task, **more.get(name, {}))
+        return loop
 
     return {name: partial(set_up, name) for name in WAYS}
 
@@ -176,7 +186,7 @@ def compared(work: Work, made: Mapping[str, Callable[[], Loop]], batches: Sequen
 def memory(work: Work) -> Iterator[Row]:
     """Peak memory of an update of 4 micro-batches, beyond model, optimizer and data; GPT."""
     batches, hand = [work.text(4) for _ in range(4)], math.nan
-    for name, make in ways(work, work.gpt, work.loss_of_text, len(batches)).items():
+    for name, make in ways(work, work.gpt, loss_of_text, len(batches)).items():
         peak = math.nan
 
         def cell(make: Callable[[], Loop] = make) -> str:
@@ -196,19 +206,17 @@ def memory(work: Work) -> Iterator[Row]:
 
 @part(50, "found", "most that fits", "sizes tried", "error")
 def auto(work: Work) -> Iterator[Row]:
-    """`update` with micro_batch_size='auto' on 16 rows, GPT, memory capped at 10 GB: beside the largest power of two
-    that fits by hand, and the gradient beside that of the loop by hand with the same size.
+    """`update` with micro_batch_size='auto' on 16 rows, GPT, memory capped at 1.2 times what 4 rows by hand take:
+    beside the largest power of two that fits by hand, and the gradient beside that of the loop by hand with that size.
     """
     net, whole, seen, gradients = work.gpt(), work.text(16), list[int](), list[Tensor]()
-    if work.is_cuda:
-        most = 10e9 / torch.cuda.get_device_properties(work.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most), work.device)
+    cast = work.under_autocast(loss_of_text)
 
     def loss(text: Tensor) -> Tensor:
         seen.append(len(text))
         if not work.is_cuda and len(text) > 4:
             raise torch.OutOfMemoryError("as if")
-        return work.loss_of_text(net, text)
+        return cast(net, text)
 
     def by_hand(size: int) -> Tensor | None:
         try:
@@ -220,16 +228,21 @@ def auto(work: Work) -> Iterator[Row]:
         finally:
             net.zero_grad()
 
+    if work.is_cuda:
+        by_hand(4)
+        most = 1.2 * torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(most)
     fitting = max(size for size in (1, 2, 4, 8, 16) if by_hand(size) is not None)
     optimizer = SGD(net.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(lambda *_: gradients.append(flat(p.grad for p in net.parameters())))
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(flat(p.grad for p in net.parameters()).cpu()))
     accumulator = Accumulator(net, optimizer, micro_batch_size="auto")
     seen.clear()
     accumulator.update(whole, loss)
     tried, size = sorted(set(seen), reverse=True), seen[-1]
     expected = by_hand(size)
     assert expected is not None
-    error = within(kit.relative_difference(gradients[0], expected), 1e-3)
+    error = within(kit.relative_difference(gradients[0], expected.cpu()), 1e-3)
     yield f"{size}" if size == fitting else f"**{size}**", str(fitting), ", ".join(map(str, tried)), error
 
 
@@ -239,6 +252,7 @@ class OnDevice(paces.Job):
     def __init__(self, work: Work, net: nn.Module, text: Sequence[Tensor], steps: int, load: float) -> None:
         self.work, self.model, self.text, self.steps, self.load = work, net, text, steps, load
         self.workers, self.optimizer = 1 if work.is_small else 4, sgd(net.parameters())
+        self.cast = work.under_autocast(loss_of_text)
 
     def loader(self, collate: Any = None) -> Any:
         if not self.load:
@@ -248,7 +262,7 @@ class OnDevice(paces.Job):
         return DataLoader(slow, batch_size=None, num_workers=self.workers, pin_memory=self.work.is_cuda)
 
     def loss(self, inputs: Any, model: nn.Module | None = None) -> Tensor:
-        return self.work.loss_of_text(self.model, inputs.to(self.work.device, non_blocking=True))
+        return self.cast(self.model, inputs.to(self.work.device, non_blocking=True))
 
     def seconds(self, way: paces.Way) -> float:
         """Seconds of a window, leaving out the first, in which workers start."""
@@ -273,7 +287,7 @@ def pace(work: Work) -> Iterator[Row]:
     """Time of a window that reads a DataLoader, whose workers sleep so that all of them together give a micro-batch in
     this part of a micro-step's time; pinned memory, copied non_blocking; GPT; the first window left out.
     """
-    net, micro_steps = work.gpt(), 8 if work.is_small else 96
+    net, micro_steps = work.gpt(), 4 if work.is_small else 96
     text = [work.text(2).cpu() for _ in range(micro_steps)]
     ready = OnDevice(work, net, text[:16], 4, 0.0)
     micro_step = min(ready.seconds(paces.by_hand) for _ in range(3)) / 4
@@ -299,7 +313,7 @@ def fsdp2(work: Work) -> Iterator[Row]:
 
     def loop(of: Callable[[Task, str], Loop], sync: str) -> Loop:
         net = work.gpt()
-        return of(Task(net, work.loss_of_text, sgd, len(batches), tuple(net.layers.values())), sync)
+        return of(Task(net, work.under_autocast(loss_of_text), sgd, len(batches), tuple(net.layers.values())), sync)
 
     for sync in ("last", "every"):
         error = attempt(partial(obeys, is_sharded=True, sync=sync, **TOKENS), Trial.window, work.device, "float32")
@@ -316,16 +330,16 @@ def rates(work: Work) -> Iterator[Row]:
     """
     (rows, images, side), all_steps = ((2, 2, 32), (2,)) if work.is_small else ((4, 32, 224), (1, 8, 32))
     models: dict[str, tuple[Any, Any, Callable[[], Any]]] = {
-        "GPT": (work.gpt, work.loss_of_text, lambda: work.text(rows)),
-        "ResNet": (work.resnet, work.mean_square, lambda: torch.randn(images, 3, side, side, device=work.device)),
-        "tiny": (work.tiny, work.mean_square, lambda: torch.randn(8, 64, device=work.device)),
+        "GPT": (work.gpt, loss_of_text, lambda: work.text(rows)),
+        "ResNet": (work.resnet, mean_square, lambda: torch.randn(images, 3, side, side, device=work.device)),
+        "tiny": (work.tiny, mean_square, lambda: torch.randn(8, 64, device=work.device)),
     }
     for name, (make, loss, batch) in models.items():
         for steps in all_steps:
             batches = [batch() for _ in range(steps)]
             yield f"{name}, {steps}", *compared(work, ways(work, make, loss, steps), batches)
     if work.is_cuda:
-        made = ways(work, lambda: torch.compile(work.gpt()), work.loss_of_text, 8)
+        made = ways(work, lambda: torch.compile(work.gpt()), loss_of_text, 8)
         hand, ratio = compared(work, {name: made[name] for name in ("by hand", "distaccum")}, [work.text(rows)] * 8)
         yield "GPT under torch.compile, 8", hand, "-", ratio, "-", "-", "-"
 
@@ -336,6 +350,7 @@ def rates(work: Work) -> Iterator[Row]:
 def run_here(name: str, work: Work, pipe: Any) -> None:
     """Sends a part's rows as they come, and at last None or an error."""
     be_quiet()
+    torch.set_float32_matmul_precision("highest")  # some images of NVIDIA allow less
     try:
         with redirect_stdout(sys.stderr):  # output of the libraries
             for row in PARTS[name].run(work):

@@ -1,4 +1,4 @@
-"""A small model in each precision and on any device: its windows against one big batch in float64, and host waits."""
+"""Trials of a small model on any device and in each precision: gradients against float64, and waits of the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def within(value: float, bound: float) -> str:
 
 
 def flat(tensors: Any) -> Tensor:
-    return torch.cat([getattr(one, "full_tensor", lambda one=one: one)().detach().flatten() for one in tensors]).clone()
+    return torch.cat([getattr(one, "full_tensor", lambda one=one: one)().detach().flatten() for one in tensors])
 
 
 class Trial:
@@ -59,11 +59,12 @@ class Trial:
         dtype, self.half, self.bound = PRECISIONS[precision]
         torch.manual_seed(0)
         layers = nn.Linear(32, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 64)
-        self.net = nn.Sequential(nn.Embedding(64, 32), *layers).to(self.device, dtype)
+        self.net = nn.Sequential(nn.Embedding(64, 32), *layers).to(device, dtype)
         if is_sharded:
             fully_sharded(self.net, [self.net[1]])
         self.batch = self.rows(0)
-        self.scaler = GradScaler(self.device.type, init_scale=scale, backoff_factor=min(0.5, 64 / scale))
+        is_scaled, factor = self.half is torch.float16, min(0.5, 64 / scale)
+        self.scaler = GradScaler(device.type, init_scale=scale, backoff_factor=factor, enabled=is_scaled)
         self.optimizer = SGD(self.net.parameters(), lr=lr, momentum=0.9)
         self.optimizer.register_step_pre_hook(self._keep)
         size = {} if "micro_batch_size" in options else {"steps": 3}
@@ -150,7 +151,7 @@ def checks(device: torch.device, precision: str) -> str:
 def recovers(device: torch.device, precision: str, *, poison: float = 1.0, scale: float = 64.0, **options: Any) -> str:
     """The error of the window that follows one that must not step."""
     trial = Trial(device, precision, lr=0.1, scale=scale, **options)
-    if poison == 1.0 and trial.scaler is None:
+    if poison == 1.0 and not trial.scaler.is_enabled():
         return "-"
     before, has_raised = flat(trial.net.parameters()), False
     try:
@@ -221,9 +222,7 @@ def most_waits(device: torch.device, name: str) -> str:
     trial = Trial(device, precision, lr=0.1, **options)
     batches = [batch for seed in range(5) for batch in trial.cut(seed)]
     if "pinned" in name and is_cuda:
-        batches = [
-            {key: value.cpu().pin_memory() if is_cuda else value for key, value in batch.items()} for batch in batches
-        ]
+        batches = [{key: value.cpu().pin_memory() for key, value in batch.items()} for batch in batches]
     debug = torch.cuda.set_sync_debug_mode if is_cuda else lambda _: None
     counts = []
     with warnings.catch_warnings(record=True) as seen:
