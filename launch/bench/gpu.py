@@ -176,6 +176,8 @@ def compared(work: Work, made: Mapping[str, Callable[[], Loop]], batches: Sequen
         return ""
 
     cells = {name: attempt(set_up, make, name) for name, make in made.items()}
+    if not turns:
+        return list(cells.values())
     rounds = 1 if work.is_small else 7 if len(batches) <= 8 else 3
     (_, first), *others = kit.in_turns(turns, rounds, work.device).items()
     cells |= {name: kit.spelled(kit.ratios(values, first)) for name, values in others}
@@ -198,7 +200,7 @@ def memory(work: Work) -> Iterator[Row]:
 
         shown = attempt(cell)
         hand = peak if name == WAYS[0] else hand
-        yield name, shown, f"{peak / hand:.3f}" if hand else "-"
+        yield name, shown, "-" if math.isnan(peak) or not hand else f"{peak / hand:.3f}"
 
 
 # What update() finds, the pace of a loader, FSDP2
@@ -289,8 +291,8 @@ def pace(work: Work) -> Iterator[Row]:
     """
     net, micro_steps = work.gpt(), 4 if work.is_small else 96
     text = [work.text(2).cpu() for _ in range(micro_steps)]
-    ready = OnDevice(work, net, text[:16], 4, 0.0)
-    micro_step = min(ready.seconds(paces.by_hand) for _ in range(3)) / 4
+    ready = OnDevice(work, net, text[:16], 2, 0.0)
+    micro_step = min(ready.seconds(paces.by_hand) for _ in range(3)) / 2
     ways = {"": paces.by_hand, "again": paces.by_hand, "windows": paces.windows, "not ahead": paces.not_ahead}
     for steps, load in [(2, 0.8)] if work.is_small else [(1, 0.8), (8, 0.8), (32, 0.8), (32, 1.2)]:
         job = OnDevice(work, net, text, steps, load * micro_step)
