@@ -418,12 +418,13 @@ def main() -> int:
         parser.error("--device cuda, and torch sees no GPU; --device cpu --small shows that the program runs")
     if options.device == "cpu" and not options.small:
         parser.error("--device cpu takes hours with these models; add --small")
-    work, until = Work(torch.device(options.device), options.small), time.monotonic() + options.seconds
+    work, patience = Work(torch.device(options.device), options.small), 1 if options.device == "cuda" else 10
+    until = time.monotonic() + options.seconds * patience
     about, done = kit.circumstances(work.device), dict[str, Any]()
     versions = {one.name: one.version for one in metadata.distributions() if one.name in OTHERS}
     for name in options.parts:
         began = time.monotonic()
-        rows, error = rows_of(name, work, min(PARTS[name].seconds, max(1.0, until - began)))
+        rows, error = rows_of(name, work, min(PARTS[name].seconds * patience, max(1.0, until - began)))
         done[name] = {"rows": rows, "error": error, "seconds": time.monotonic() - began}
         with redirect_stdout(None) if name != options.parts[-1] else nullcontext():
             kit.write(options.out, page(done, about, versions, work), {**about, **versions, **done})
