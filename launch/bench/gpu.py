@@ -284,7 +284,7 @@ class Slow(paces.Slow):
         return self.text[place].clone()
 
 
-@part(80, "micro-steps, load / compute", "by hand, ms", "by hand, again", "windows", "windows, ahead=False")
+@part(170, "micro-steps, load / compute", "by hand, ms", "by hand, again", "windows", "windows, ahead=False")
 def pace(work: Work) -> Iterator[Row]:
     """Time of a window that reads a DataLoader, whose workers sleep so that all of them together give a micro-batch in
     this part of a micro-step's time; pinned memory, copied non_blocking; GPT; the first window left out.
@@ -294,10 +294,10 @@ def pace(work: Work) -> Iterator[Row]:
     ready = OnDevice(work, net, text[:16], 2, 0.0)
     micro_step = min(ready.seconds(paces.by_hand) for _ in range(3)) / 2
     ways = {"": paces.by_hand, "again": paces.by_hand, "windows": paces.windows, "not ahead": paces.not_ahead}
-    for steps, load in [(2, 0.8)] if work.is_small else [(1, 0.8), (8, 0.8), (32, 0.8), (32, 1.2)]:
+    for steps, load in [(2, 0.8)] if work.is_small else [(8, 0.8), (32, 0.8)]:
         job = OnDevice(work, net, text, steps, load * micro_step)
         taken: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(1 if work.is_small else 3):
+        for _ in range(1 if work.is_small else 2):
             for name, way in ways.items():
                 taken[name].append(job.seconds(way))
         hand, *others = taken.values()
