@@ -6,15 +6,11 @@ import copy
 import dataclasses
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import cached_property, partial
-from numbers import Number
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import TypeVar  # torch needs it too
 
 Batch = TypeVar("Batch", default=Any)  # the caller's: a micro-batch, or a batch to cut
@@ -28,13 +24,13 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
 
     Args:
         batch: Tensors or arrays in any nesting of dicts, lists, tuples and dataclasses. The batch dimension is the
-            first dimension that most of them share. A list of samples, such as texts or dicts of boxes, is one entry
-            of its length; a list whose entries may be columns, as `[view, other_view]`, lets the other entries decide.
+            first dimension of each, and the length of a list with one entry per sample, such as texts or dicts of
+            boxes. What has none goes whole to each part: 0-d and `[1, T]`, None, strings and numbers.
         whole: Names of entries to ignore.
 
     Raises:
         TypeError: Nothing in it has a dimension; give a `count` of your own, such as `len`.
-        ValueError: A tie between two lengths.
+        ValueError: Entries differ in length, or a list may hold samples or columns.
 
     Example:
         >>> import torch
@@ -47,91 +43,72 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
     alike = {one.shape[0] if isinstance(one, Tensor) and one.ndim else None for one in columns}
     if not whole and len(alike) == 1 and (length := alike.pop()) is not None:
         return length
-    votes: Counter[int] = Counter()
-    firm: Counter[int] = Counter()  # only of entries that more likely have this length than another
-    for _, item, columns in each_entry(batch, whole):
-        if columns is None:
-            own = [int(item.batch_sizes[0])] if isinstance(item, PackedSequence) else list(item.shape[:1])
-            votes.update(own)
-            firm.update(own)
-        elif not _is_number(item):  # not a size, or a pair of options
-            votes.update({len(item), *columns})
-            firm.update([] if any(map(is_array, item)) else [len(item)])
-    ranked = sorted(votes, key=lambda one: (votes[one], firm[one]), reverse=True)
-    if not ranked:
+    entries = [(path, item, _lengths(path, item, columns)) for path, item, columns in each_entry(batch, whole)]
+    entries = [entry for entry in entries if entry[2]]
+    # A row as [1, T] is of one sample if all else can be, and otherwise for all of them.
+    for some in (entries, [entry for entry in entries if not _is_row(entry[1])]):
+        common = set.intersection(*(lengths for _, _, lengths in some)) if some else set()
+        # Dicts in a list are samples, such as 3 boxes each of images with 3 channels, unless the list is all there is.
+        if len(common) > 1 and len(some) > 1:
+            common &= {len(item) for path, item, _ in some if path and _has_dicts(item)} or common
+        if len(common) == 1:
+            return common.pop()
+    if not entries:
         raise TypeError(
             f"a {type(batch).__name__} without tensors or lists of samples has no batch dimension that can be seen; "
             "pass count= to the Accumulator, and length= to the call that cuts it"
         )
-    first, *others = ranked
-    # The likelier reading of a single list is no evidence unless another entry has that length.
-    if others and votes[first] == votes[others[0]] and (firm[first] == firm[others[0]] or votes[first] == 1):
-        tied = sorted(one for one in ranked if votes[one] == votes[first])
-        raise ValueError(
-            f"the entries of the batch have lengths {tied}, a tie; say which is the batch's: split(batch, length=n), "
-            "or count= for the Accumulator"
-        )
-    return first
+    seen = ", ".join(
+        f"{'.'.join(map(str, path)) or type(batch).__name__!r}: {' or '.join(map(str, sorted(lengths)))}"
+        for path, _, lengths in entries
+    )
+    raise ValueError(
+        f"the lengths of the entries of a batch are {{{seen}}}, expected one length that all share; to cut it, say "
+        "split(batch, length=n), which cuts the entries of that length, or whole=('name',) for what is never cut; to "
+        "count it, give the Accumulator count=, a function such as lambda batch: len(batch['labels'])"
+    )
 
 
 # What a batch consists of
 
 
-def _taken_apart(item: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
-    """The entries of a container by key, field or position ({} for a leaf), and a function to remake it from others."""
-    if isinstance(item, Mapping):
-        return dict(item), partial(_remade_mapping, item)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return dict(zip(item._fields, item, strict=True)), lambda entries: type(item)(*entries.values())
-    if isinstance(item, list | tuple):
-        return dict(enumerate(item)), lambda entries: type(item)(entries.values())
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return {one.name: getattr(item, one.name) for one in dataclasses.fields(item)}, partial(_remade_dataclass, item)
-    return {}, lambda _: item
-
-
-def _remade_mapping(item: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    # A copy keeps the type, such as OrderedDict, defaultdict or UserDict; some have no update().
-    parts = copy.copy(item) if isinstance(item, MutableMapping) else {}
-    for key, value in entries.items():
-        parts[key] = value
-    return parts
-
-
-def _remade_dataclass(item: Any, entries: Mapping[str, Any]) -> Any:
-    """A copy with changed arguments, which derives its other fields anew."""
-    given = {one.name: entries[one.name] for one in dataclasses.fields(item) if one.init}
-    made = dataclasses.replace(item, **given)
-    unknown = [name for name, value in given.items() if getattr(made, name) is not value]
-    for name, value in getattr(item, "__dict__", {}).items():
-        is_cached = isinstance(getattr(type(item), name, None), cached_property)
-        if name not in given and not is_cached and tensors_in(value):
-            unknown.append(name)
-    if unknown:
-        raise TypeError(
-            f"a {type(item).__name__} changes or adds {', '.join(unknown)} beside its arguments, and the values of a "
-            "part of its samples cannot be known; pass data as arguments and derive the rest in properties, or cut it "
-            "yourself: accumulator.window(micro_batches)"
-        )
-    return made
-
-
 def entries_of(item: Any) -> dict[Any, Any]:
     """The entries of a container by key, field or position; {} for anything else."""
-    return _taken_apart(item)[0]
+    if isinstance(item, Mapping):
+        return dict(item)
+    if isinstance(item, list | tuple):
+        return dict(zip(getattr(item, "_fields", range(len(item))), item, strict=True))
+    is_record = dataclasses.is_dataclass(item) and not isinstance(item, type)
+    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)} if is_record else {}
 
 
 def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
     """A container of the same type, with `change(child, key)` for each child; returns anything else unchanged."""
-    entries, remade = _taken_apart(item)
-    return remade({key: change(child, key) for key, child in entries.items()})
+    entries = {key: change(child, key) for key, child in entries_of(item).items()}
+    if isinstance(item, Mapping):
+        # A copy keeps the type, such as OrderedDict, defaultdict or UserDict; some have no update().
+        parts: Any = copy.copy(item) if isinstance(item, MutableMapping) else {}
+        for key, value in entries.items():
+            parts[key] = value
+        return parts
+    if isinstance(item, list | tuple):
+        return type(item)(*entries.values()) if hasattr(item, "_fields") else type(item)(entries.values())
+    if not entries:
+        return item
+    if hasattr(item, "__post_init__") or not all(field.init for field in dataclasses.fields(item)):
+        raise TypeError(
+            f"a {type(item).__name__} derives fields from others (in __post_init__, or with init=False), whose values "
+            "for a part of its samples cannot be known; derive them in properties, or cut it yourself: "
+            "accumulator.window(micro_batches)"
+        )
+    return dataclasses.replace(item, **entries)
 
 
 def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
     """The tensors, each with its key, field or position."""
     if isinstance(item, Tensor):
         return [(where, item)]
-    return [found for key, child in entries_of(item).items() for found in tensors_in(child, repr(key))]
+    return [named for key, child in entries_of(item).items() for named in tensors_in(child, repr(key))]
 
 
 class WouldWait(Exception):  # noqa: N818  # it never leaves this library
@@ -165,22 +142,19 @@ def is_list(item: Any) -> TypeGuard[Any]:
     return isinstance(item, list | tuple) and not hasattr(item, "_fields") and not isinstance(item, torch.Size)
 
 
-def _is_number(item: Any) -> bool:
-    if is_list(item):
-        return all(map(_is_number, item))
-    return item is None or isinstance(item, Number) or (is_array(item) and not len(item.shape))
-
-
-def each_entry(item: Any, whole: Names = (), path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, set[int] | None]]:
+def each_entry(item: Any, whole: Names = (), path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, set[int]]]:
     """Yields each array and each list of like entries, with its path; skips entries that are named as whole.
 
-    For a list, also yields the lengths of its entries if they may be columns, or an empty set if they are samples.
+    For a list, also yields the lengths of its entries if they may be columns; none if they are samples.
     """
     if goes_whole(path, whole):
         return
-    columns = _columns_in(item, is_root=not path)
-    if columns is not None or is_array(item) or isinstance(item, PackedSequence):
-        yield path, item, columns
+    if is_array(item):
+        yield path, item, set()
+    elif is_list(item) and item and len({_nature(entry) for entry in item} - {None}) <= 1:
+        lengths = [_first_dimensions(entry) for entry in item if entry is not None]
+        are_columns = lengths and all(len(own) <= 1 and None not in own for own in lengths)
+        yield path, item, (set().union(*lengths) or {1}) if are_columns else set()
     else:
         for key, child in entries_of(item).items():
             yield from each_entry(child, whole, (*path, key))
@@ -190,19 +164,33 @@ def goes_whole(path: KeyPath, whole: Names) -> bool:
     return len(path) > 0 and (len(path) == 1 or isinstance(path[-1], str)) and path[-1] in whole
 
 
-def _columns_in(item: Any, *, is_root: bool) -> set[int] | None:
-    """The lengths for `each_entry`; None if it is no list of like entries, or the batch itself, a list of columns."""
-    if not is_list(item) or not item or len({_nature(entry) for entry in item} - {None}) > 1:
-        return None
-    lengths = [_first_dimensions(entry) for entry in item if entry is not None]
-    columns: set[Any] = set().union(*lengths) if all(len(one) == 1 and None not in one for one in lengths) else set()
-    return None if is_root and len(columns) == 1 and all(map(is_array, item)) else columns
+def _lengths(path: KeyPath, item: Any, columns: set[int]) -> set[int]:
+    """The numbers of samples that an entry may hold; none if it has no first dimension."""
+    if is_array(item):
+        return set(item.shape[:1])
+    if _is_batch_of_columns(path, item, columns):
+        return columns
+    return {len(item), *columns} if len(columns) == 1 or not path else {len(item)}
+
+
+def _is_batch_of_columns(path: KeyPath, item: Any, columns: set[int]) -> bool:
+    """Tells whether this is the batch itself, such as (images, labels)."""
+    return not path and len(columns) == 1 and all(map(is_array, item))
+
+
+def _has_dicts(item: Any) -> bool:
+    return is_list(item) and any(isinstance(entry, Mapping) for entry in item)
+
+
+def _is_row(item: Any) -> bool:
+    """Tells whether this is an array of shape [1, T], which may belong to any number of samples."""
+    return is_array(item) and len(item.shape) > 1 and item.shape[0] == 1
 
 
 def _first_dimensions(item: Any) -> set[int | None]:
     """The lengths of arrays and lists of plain values in it; includes None if anything in it has no dimension."""
     if is_array(item):
-        return {item.shape[0] if len(item.shape) else None}
+        return set() if _is_row(item) else {item.shape[0] if len(item.shape) else None}
     if is_list(item) and {_nature(entry) for entry in item} <= {"value", None}:
         return {len(item)}
     children = [_first_dimensions(child) for child in entries_of(item).values()]
@@ -337,23 +325,24 @@ def cut_entries(batch: Any, length: int, whole: Names = (), path: KeyPath = ()) 
     >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
     {('x',): True, ('prior',): False}
     """
-    found: dict[KeyPath, bool] = {}
+    entries: dict[KeyPath, bool] = {}
     for where, item, columns in each_entry(batch, whole, path):
-        is_cut = _is_cut(item, columns, length)
+        is_cut = _is_cut(where, item, columns, length)
         _refuse_uncuttable(item, length, is_cut=is_cut, name=str(where[-1]) if where else "")
         if columns and not is_cut:  # its entries are columns
             for key, child in entries_of(item).items():
-                found |= cut_entries(child, length, whole, (*where, key))
+                entries |= cut_entries(child, length, whole, (*where, key))
         else:
-            found[where] = is_cut
-    return found
+            entries[where] = is_cut
+    return entries
 
 
-def _is_cut(item: Any, columns: set[int] | None, length: int) -> bool:
+def _is_cut(path: KeyPath, item: Any, columns: set[int], length: int) -> bool:
     """Tells whether this entry has one value per sample."""
-    if columns is None:
-        return is_array(item) and len(item.shape) > 0 and item.shape[0] == length
-    if len(item) != length or (length == 1 and columns == {1}):  # one sample: cut by columns, which comes to the same
+    if is_array(item):
+        return len(item.shape) > 0 and item.shape[0] == length
+    # A list of one sample is cut by columns, which comes to the same.
+    if len(item) != length or (columns == {length} and (length == 1 or _is_batch_of_columns(path, item, columns))):
         return False
     if columns == {length}:
         raise ValueError(
@@ -367,13 +356,13 @@ def _is_cut(item: Any, columns: set[int] | None, length: int) -> bool:
 def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> None:
     """Raises for tensors whose samples are not slices of them."""
     kind = ""
-    if isinstance(item, PackedSequence):
-        kind = "a PackedSequence, whose samples are interleaved"
-    elif isinstance(item, Tensor) and item.is_nested:
+    if isinstance(item, Tensor) and item.is_nested:
         kind = "a nested tensor, whose samples differ in length"
     elif is_cut and isinstance(item, Tensor) and item.layout is not torch.strided:
         kind = f"a sparse tensor ({item.layout})"
-    elif name.startswith("cu_seq") or (name == "position_ids" and is_array(item) and item.shape == (length,)):
+    elif name.startswith(("cu_seq", "batch_sizes")) or (
+        name == "position_ids" and is_array(item) and item.shape == (length,)
+    ):
         kind = f"packed sequences, joined in one row, of which {name!r} gives the positions"
     if kind:
         raise TypeError(

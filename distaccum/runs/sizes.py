@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cutting import each_entry, tensors_in
+from ..cutting import each_entry, is_list, tensors_in
 from ..feed import Batches
 from ..job import Job
 from ..law import whole_number
@@ -122,8 +122,8 @@ def largest_of(batches: Batches) -> int:
 def largest_sample(micro_batches: Iterable[Any]) -> int:
     """The most numbers that a sample has in any one tensor, which tells a long text from a short one."""
     found = [0]
-    for _, item, columns in itertools.chain.from_iterable(map(each_entry, micro_batches)):
-        if columns is not None:  # each entry may be a sample
+    for _, item, _ in itertools.chain.from_iterable(map(each_entry, micro_batches)):
+        if is_list(item):  # each entry may be a sample
             found += [tensor.numel() for _, tensor in tensors_in(item)]
         elif isinstance(item, Tensor) and item.ndim and len(item):
             found.append(-(-item.numel() // len(item)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
@@ -14,7 +15,6 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.feeding.joining import join_batches
 from distaccum.law import cut_evenly
 from tests.support.windows import accumulating
 
@@ -70,8 +70,8 @@ def test_nested_batch_is_cut_along_the_batch_dimension():
         "array": np.arange(5),
         "texts": ["a", "b", "c", "d", "e"],
         "collated texts": ("a", "b", "c", "d", "e"),
-        "other list": [1, 2],
-        "size": (224, 224),
+        "labels": [0, 1, 0, 1, 1],
+        "size": torch.Size((224, 224)),
         "positions": torch.arange(3).unsqueeze(0),
         "scalar": torch.tensor(3.0),
         "number": 5,
@@ -86,8 +86,9 @@ def test_nested_batch_is_cut_along_the_batch_dimension():
     rows += [second[kind]["x"] for kind in ("ordered", "default", "user")]
     assert [row.tolist() for row in (second["x"], *rows)] == [[2, 3, 4]] * 9
     assert second["texts"] == second["data"].name == ["c", "d", "e"] and second["collated texts"] == ("c", "d", "e")
+    assert second["labels"] == [0, 1, 1]
     assert second["list"][1].shape == (1, 7) and second["positions"].shape == (1, 3)
-    for name in ("other list", "size", "scalar", "number", "text"):
+    for name in ("size", "scalar", "number", "text"):
         assert second[name] == batch[name]
     assert second["tuple"][1] is None and second["data"].scale == 1.0
     assert all(type(second[name]) is type(batch[name]) for name in batch)
@@ -96,24 +97,10 @@ def test_nested_batch_is_cut_along_the_batch_dimension():
 @dataclasses.dataclass
 class Derived:
     x: torch.Tensor
-    n: int = dataclasses.field(init=False)
-    mask: torch.Tensor | None = None
+    n: int = 0
 
     def __post_init__(self) -> None:
-        self.n = self.twice = len(self.x)
-        self.mask = self.x > 0 if self.mask is None else self.mask
-
-    @functools.cached_property
-    def length(self) -> int:
-        return len(self.x)
-
-
-@dataclasses.dataclass
-class Scaled:
-    x: torch.Tensor
-
-    def __post_init__(self) -> None:
-        self.x = self.x / 2
+        self.n = len(self.x)
 
 
 @dataclasses.dataclass
@@ -121,39 +108,19 @@ class WithMean:
     x: torch.Tensor
     mean: torch.Tensor = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
-        self.mean = self.x.mean()
 
-
-def test_dataclass_derives_plain_values_of_each_part():
-    x = torch.arange(5.0)
-    whole = Derived(x)
-    assert whole.length == 5
-    for part, size in zip(split({"data": whole, "y": x}, steps=2), (2, 3), strict=True):
-        data = part["data"]
-        assert (data.n, data.twice, data.length) == (size, size, size)
-        assert torch.equal(data.mask, data.x > 0) and data.x.data_ptr() in (x.data_ptr(), x[2:].data_ptr())
-    assert (whole.n, whole.twice, whole.length) == (5, 5, 5)
-    joined = join_batches([Derived(x), Derived(x[:2])], [5, 2])
-    assert (joined.n, joined.twice, len(joined.mask)) == (7, 7, 7)
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Scaled, "x"), (WithMean, "mean"), (Sample, "weights")])
-def test_dataclass_that_is_more_than_its_arguments_is_refused(kind, name):
-    x = torch.arange(5.0)
-    whole = kind(x, list("abcde")) if kind is Sample else kind(x)
-    if kind is Sample:
-        object.__setattr__(whole, "weights", x * 2)
-    with pytest.raises(
-        TypeError, match=rf"a {kind.__name__} changes or adds {name} beside its .*window\(micro_batches"
-    ):
+@pytest.mark.parametrize("kind", [Derived, WithMean])
+def test_dataclass_that_derives_fields_is_counted_and_its_cut_refused(kind):
+    whole = kind(torch.arange(5.0))
+    whole.mean = torch.zeros(())
+    assert count_samples(whole) == 5
+    with pytest.raises(TypeError, match=rf"a {kind.__name__} derives fields .*window\(micro_batches"):
         split(whole, steps=2)
 
 
 def test_tensors_that_cannot_be_cut_are_refused():
     rows = [torch.ones(n, 3) for n in (2, 4, 1, 3, 5)]
     kinds = {
-        "PackedSequence": nn.utils.rnn.pack_sequence(rows, enforce_sorted=False),
         "nested tensor": torch.nested.nested_tensor(rows, layout=torch.jagged),
         "sparse tensor": torch.eye(5).to_sparse(),
     }
@@ -161,19 +128,57 @@ def test_tensors_that_cannot_be_cut_are_refused():
         with pytest.raises(TypeError, match=f"the batch holds a {kind}.*: it cannot be cut; give a list of samples"):
             split({"x": torch.ones(5, 2), "more": {"rows": value}}, steps=2)
     rows = torch.ones(9)
-    for packed in ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, {"position_ids": torch.arange(9) % 4}):
-        with pytest.raises(TypeError, match=r"packed sequences, .* of which '[cp].*: it cannot be cut.*window\(micro"):
-            split({"input_ids": rows, "labels": rows, **packed}, steps=2)
+    several = nn.utils.rnn.pack_sequence([rows] * 9, enforce_sorted=False)
+    for packed in ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, {"position_ids": torch.arange(9) % 4}, {"x": several}):
+        with pytest.raises(TypeError, match=r"packed sequences, .* of which '[cpb].*: it cannot be cut.*window\(micro"):
+            split({"input_ids": rows, "labels": rows, **packed}, 9, steps=2)
     shared = torch.eye(7).to_sparse()
     assert all(part["graph"] is shared for part in split({"x": torch.ones(5), "graph": shared}, 5, steps=2))
 
 
-def test_tie_between_batch_lengths_is_refused_until_length_is_given():
+@pytest.mark.parametrize(
+    ("batch", "lengths"),
+    [
+        ({"a": torch.zeros(4, 2), "b": torch.zeros(6, 2)}, "{'a': 4, 'b': 6}"),
+        # Two of three are no reason: sequences first, padding of another length, weights of classes.
+        ((torch.zeros(4, 6, 5), torch.zeros(4, 6), torch.zeros(6)), "{'0': 4, '1': 4, '2': 6}"),
+        ((torch.zeros(4, 1, 5), torch.zeros(4, 1), torch.zeros(1)), "{'0': 4, '1': 4, '2': 1}"),
+        (
+            {"x": torch.zeros(4, 2), "y": torch.zeros(4), "of": {"weights": torch.zeros(3)}},
+            "{'x': 4, 'y': 4, 'of.weights': 3}",
+        ),
+        ({"x": torch.zeros(5), "classes": ["cat", "dog"]}, "{'x': 5, 'classes': 2}"),
+        ({"x": torch.zeros(5), "size": (224, 224)}, "{'x': 5, 'size': 2}"),
+        ({"x": nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])}, "{'x.data': 4, 'x.batch_sizes': 3}"),
+        # A list may be of samples or of columns, and nothing else says which.
+        ({"images": [torch.zeros(3, 8, 8) for _ in range(5)]}, "{'images': 3 or 5}"),
+        ({"images": [torch.zeros(1, 8, 8) for _ in range(5)]}, "{'images': 1 or 5}"),
+        ([torch.zeros(4), torch.zeros(6), torch.zeros(4)], "{'list': 3 or 4 or 6}"),
+        ([{"ids": torch.zeros(7)} for _ in range(4)], "{'list': 4 or 7}"),
+        (
+            ({"x": torch.zeros(8), "y": torch.zeros(8)}, {"x": torch.zeros(24), "y": torch.zeros(24)}),
+            "{'tuple': 2 or 8",
+        ),
+    ],
+)
+def test_entries_that_differ_in_length_are_listed_with_the_cures(batch, lengths):
+    said = rf"a batch are {re.escape(lengths)}.*split\(batch, length=n\), .*whole=\('name',\) .*count=, a function"
+    for ask in (count_samples, functools.partial(split, steps=2)):
+        with pytest.raises(ValueError, match=said):
+            ask(batch)
+    _, accumulator = accumulating(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=said):
+        accumulator.window([batch])
+
+
+def test_length_cuts_the_entries_of_that_length():
     batch = {"a": torch.zeros(4, 2), "b": torch.zeros(6, 2)}
-    with pytest.raises(ValueError, match=r"\[4, 6\], a tie.*length=n"):
-        split(batch, steps=2)
     first, second = split(batch, length=6, steps=2)
     assert (len(first["a"]), len(first["b"]), len(second["b"])) == (4, 3, 3)
+    with pytest.raises(ValueError, match="length=5 and nothing in the dict is as long"):
+        split(batch, length=5, steps=2)
+    rows = [torch.zeros(7) for _ in range(5)]
+    assert [len(part) for part in split(rows, length=5, steps=2)] == [2, 3]
 
 
 def image(size=8, channels=3):
@@ -204,7 +209,9 @@ BATCHES_OF = {
     "texts": (3, ["a", "b", "c"]),
     "texts with labels": (3, {"text": ("a", "b", "c"), "label": [0, 1, 0]}),
     "dicts of texts": (3, [{"text": "a", "label": 0} for _ in range(3)]),
-    "columns, and texts that agree": (6, {"a": torch.zeros(4), "b": torch.zeros(6), "names": list("abcdef")}),
+    "plain numbers": (3, [1, 2, 3]),
+    "rows of plain numbers": (2, {"ids": [[1, 2, 3], [4, 5, 6]], "labels": [0, 1]}),
+    "one dict, and images of one": (1, {"x": torch.zeros(1, 3, 8, 8), "labels": [boxes(7)]}),
     # Columns: each entry has a value per sample.
     "a pair of columns": (2, (torch.zeros(2, 4), torch.zeros(2, 4))),
     "a list of columns": (5, [torch.zeros(5, 4), torch.zeros(5, 1)]),
@@ -214,12 +221,13 @@ BATCHES_OF = {
     "views of a sample": (4, ([torch.zeros(4, 3), torch.zeros(4, 3)], torch.zeros(4))),
     "tokens of two texts": (4, ([{"ids": torch.zeros(4, 7)}, {"ids": torch.zeros(4, 9)}], torch.zeros(4))),
     "a named tuple": (2, Pair(torch.zeros(2, 4), torch.zeros(2, 4))),
-    "a size beside columns": (5, {"x": torch.zeros(5, 2), "size": [224, 224], "shape": torch.zeros(2, 3).shape}),
+    "views of one sample": (1, ([torch.zeros(1, 3), torch.zeros(1, 3)], torch.zeros(1))),
+    "a row for all samples": (5, {"x": torch.zeros(5, 2), "at": torch.zeros(1, 7), "shape": torch.zeros(2, 3).shape}),
 }
 
 
 @pytest.mark.parametrize("name", BATCHES_OF)
-def test_list_of_samples_votes_once_by_its_length_and_is_cut_by_it(name):
+def test_batch_of_any_form_is_counted_and_cut_by_its_length(name):
     length, batch = BATCHES_OF[name]
     assert count_samples(batch) == length
     parts = split(batch, steps=length)
@@ -245,21 +253,6 @@ def test_parts_of_lists_are_entries_of_samples_and_rows_of_columns():
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
-    [
-        ({"images": [image() for _ in range(5)]}, r"\[3, 5\], a tie"),  # images, or columns of three samples
-        ([torch.zeros(4), torch.zeros(6), torch.zeros(4)], r"\[3, 4, 6\], a tie"),  # rows, or columns
-        ([{"ids": torch.zeros(7)} for _ in range(4)], r"\[4, 7\], a tie"),  # samples, or two batches of columns
-        (({"x": torch.zeros(8), "y": torch.zeros(8)}, {"x": torch.zeros(24), "y": torch.zeros(24)}), r"\[2, 8, 24\]"),
-        ({"x": torch.zeros(5), "classes": ["cat", "dog"]}, r"\[2, 5\], a tie"),
-    ],
-)
-def test_list_that_may_be_of_samples_or_of_columns_is_a_tie_where_nothing_else_says_it(batch, said):
-    with pytest.raises(ValueError, match=said):
-        count_samples(batch)
-
-
-@pytest.mark.parametrize(
     "batch",
     [
         {"maps": [torch.zeros(3, 2, s, s) for s in (8, 4, 2)], "y": torch.zeros(3)},
@@ -274,13 +267,12 @@ def test_list_as_long_as_its_entries_is_refused_where_it_would_be_cut(batch):
 
 
 def test_batch_without_tensors_or_samples_needs_a_given_length():
-    for batch in ("text", [1, 2, 3], {"size": (224, 224)}, None):
+    for batch in ("text", {"scale": 0.1, "x": torch.tensor(3.0)}, None):
         with pytest.raises(TypeError, match="length="):
             split(batch, steps=2)
-    assert split([1, 2, 3], length=3, steps=2) == [[1], [2, 3]]
 
 
-def test_entries_said_to_be_whole_neither_vote_nor_are_cut():
+def test_entries_said_to_be_whole_are_neither_counted_nor_cut():
     x, prior = torch.zeros(3, 2), torch.zeros(3)
     batch = {"x": x, "a": {"prior": prior, "y": x}, "b": torch.zeros(9), "c": torch.zeros(9)}
     for part in split(batch, None, ("b", "c", "prior"), steps=2):
@@ -300,7 +292,7 @@ def test_entries_said_to_be_whole_neither_vote_nor_are_cut():
             split({"x": x, "prior": prior}, whole=wrong, steps=2)
 
 
-def last_batches(whole=()):
+def last_batches(**said):
     """Updates of 4, 3 and 3 samples, beside a prior over 3 classes; the largest error of each."""
     torch.manual_seed(0)
     model, off = nn.Linear(4, 3).double(), []
@@ -314,26 +306,26 @@ def last_batches(whole=()):
         batch = {"x": torch.randn(rows, 4).double(), "y": torch.arange(rows) % 3, "log_prior": log_prior}
         exact = torch.autograd.grad(loss_fn(batch), [model.weight])[0]
         before = model.weight.detach().clone()
-        accumulator.update(batch, loss_fn, whole=whole)
+        accumulator.update(batch, loss_fn, **{name: say(rows) for name, say in said.items()})
         off.append((before - model.weight.detach() - exact).abs().max().item())
     return off
 
 
 def test_entry_that_was_whole_and_is_cut_is_named_in_one_warning():
     with pytest.warns(UserWarning, match=r"'log_prior' is cut in a batch of 3 .*say whole=\('log_prior',\)") as seen:
-        last_batches()
+        last_batches(length=lambda rows: rows)
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert max(last_batches(whole=("log_prior",))) <= 1e-12
+        assert max(last_batches(whole=lambda _: ("log_prior",))) <= 1e-12
 
 
 def test_update_contrast_and_check_take_length_and_whole():
     model, accumulator = accumulating(nn.Linear(4, 2).double(), micro_batch_size=2)
     batch = {"x": torch.randn(6, 4).double(), "bias": torch.randn(2).double(), "other": torch.randn(2).double()}
     loss_fn = lambda part: (model(part["x"]) + part["bias"]).square().mean()  # noqa: E731
-    with pytest.raises(ValueError, match="tie"):
-        accumulator.update({"x": batch["x"], "bias": batch["bias"]}, loss_fn)
+    with pytest.raises(ValueError, match="'x': 6, 'bias': 2, 'other': 2}, expected one length"):
+        accumulator.update(batch, loss_fn)
     for said in ({"length": 6}, {"whole": ("bias", "other")}):
         assert accumulator.update(batch, loss_fn, **said).counts == {"samples": 6}
         report = accumulator.check(batch, loss_fn, **said)
@@ -353,8 +345,3 @@ def test_count_tokens_finds_labels_by_key_position_or_attribute():
         count_tokens(0)(labels)  # it would be the first row
     with pytest.raises(TypeError, match=r"found NoneType in a dict.* position of the labels, of 'x', 'labels'"):
         count_tokens("label")({"x": labels, "labels": labels})
-
-
-def test_sequences_of_which_some_end_early_count_by_their_first_step():
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])
-    assert count_samples({"x": packed, "y": torch.ones(2)}) == count_samples(packed) == 2
