@@ -33,6 +33,13 @@ _MODULES = {
     "plan": "tools.plan.forecast",
 }
 __all__ = [*_MODULES]
+_ELSEWHERE = {
+    "AccumulatingTrainer": "transformers",
+    "ExactAccumulation": "lightning",
+    **dict.fromkeys(("NoiseScale", "Spans", "WideSums"), "extensions"),
+    **dict.fromkeys(("freeze", "to_groupnorm"), "batchnorm"),
+    "trim_padding": "feeding",
+}
 
 if not TYPE_CHECKING:  # otherwise mypy would take a misspelt name for Any
 
@@ -44,6 +51,10 @@ if not TYPE_CHECKING:  # otherwise mypy would take a misspelt name for Any
         if name in _MODULES:
             globals()[name] = found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
             return found
+        if name in _ELSEWHERE:  # an AttributeError's text would be lost in `from distaccum import name`
+            raise ImportError(
+                f"{name} is in {__name__}.{_ELSEWHERE[name]}: from {__name__}.{_ELSEWHERE[name]} import {name}"
+            )
         if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return import_module(f"{__name__}.{name}")  # such as `distaccum.batchnorm`

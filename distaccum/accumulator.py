@@ -27,9 +27,10 @@ from .cutting import Batch, Count, Names, count_samples
 from .engines import Sync
 from .extension import Extension, join_all
 from .feed import Batches, all_of, cut_up
+from .guard import refuse_copy_of_ranks
 from .job import Job
 from .law import Reduction, Schedule, plural
-from .options import BatchNorm, Config, OnNonfinite, by_name
+from .options import BatchNorm, Config, OnNonfinite, by_name, function, refuse_as_loader, suggesting
 from .planner import Planner, Windows
 from .update import Update
 from .window import Window
@@ -91,6 +92,7 @@ class Accumulator:
         DistaccumError: Accelerate or DeepSpeed is configured to accumulate or clip by itself.
     """
 
+    @suggesting
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | PipelineSchedule,
@@ -120,6 +122,7 @@ class Accumulator:
 
     def __getstate__(self) -> dict[str, Any]:
         self._planner.__getstate__()  # a shallow copy would not call it
+        refuse_copy_of_ranks(self._planner.job.engine)
         return self.__dict__
 
     def __repr__(self) -> str:
@@ -156,8 +159,7 @@ class Accumulator:
             DistaccumError: The last window was not stepped, or ranks disagree on `steps`, index or kind of call.
         """
         self._config.refuse_to_group()
-        if isinstance(loader, Mapping | str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-            raise TypeError(f"windows() got a {type(loader).__name__}, expected a loader: an iterable of micro-batches")
+        refuse_as_loader(loader)
         return Windows(self._planner, loader, ahead=ahead)
 
     def split(self, batch: Batch, length: int | None = None, whole: Names = ()) -> Window[Batch]:
@@ -167,11 +169,11 @@ class Accumulator:
             batch: This rank's part of the update: tensors in any nesting of dicts, lists, tuples and dataclasses.
                 Tensors whose first dimension is the batch's are cut, as views, and so are lists with one entry per
                 sample; all else goes whole to each part. As few parts as fit `micro_batch_size`, or `steps` parts.
-            length: Samples in it; by default the length shared by most of its tensors and lists of samples.
+            length: Samples in it, where its tensors and lists of samples differ in length: those of this one are cut.
             whole: Keys, fields or positions of entries that are never cut, whatever their length.
 
         Raises:
-            ValueError: The Accumulator was given no size, the length is a tie, or `whole` names nothing in the batch.
+            ValueError: The Accumulator was given no size, lengths differ, or `whole` names nothing in the batch.
             TypeError: Nothing in the batch has a length, or something in it cannot be cut.
             DistaccumError: As in `windows()`.
         """
@@ -215,6 +217,7 @@ class Accumulator:
         from .runs.update import update
 
         columns = self._config.columns("update", length, whole)
+        function("update", "loss_fn", loss_fn)
         return update(self._planner, batch, loss_fn, columns)
 
     def contrast(
@@ -240,6 +243,8 @@ class Accumulator:
         from .runs.contrast import contrast
 
         columns = self._config.columns("contrast", length, whole)
+        function("contrast", "encode", encode)
+        function("contrast", "loss_fn", loss_fn)
         return contrast(self._planner, batch, encode, loss_fn, columns)
 
     def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
@@ -260,6 +265,7 @@ class Accumulator:
         """
         from .runs.check.report import check
 
+        function("check", "loss_fn", loss_fn)
         return check(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
 
     def state_dict(self) -> dict[str, Any]:

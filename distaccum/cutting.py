@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from numbers import Number
 from typing import Any, TypeGuard
 
 import torch
@@ -152,12 +153,17 @@ def each_entry(item: Any, whole: Names = (), path: KeyPath = ()) -> Iterator[tup
     if is_array(item):
         yield path, item, set()
     elif is_list(item) and item and len({_nature(entry) for entry in item} - {None}) <= 1:
-        lengths = [_first_dimensions(entry) for entry in item if entry is not None]
+        lengths: list[set[Any]] = [_first_dimensions(entry) for entry in item if entry is not None]
         are_columns = lengths and all(len(own) <= 1 and None not in own for own in lengths)
         yield path, item, (set().union(*lengths) or {1}) if are_columns else set()
     else:
         for key, child in entries_of(item).items():
             yield from each_entry(child, whole, (*path, key))
+
+
+def is_number(item: Any) -> bool:
+    """Tells whether this is a number, or an array without dimensions."""
+    return not len(item.shape) if is_array(item) else isinstance(item, Number) and not isinstance(item, bool)
 
 
 def goes_whole(path: KeyPath, whole: Names) -> bool:

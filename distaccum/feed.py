@@ -15,7 +15,19 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_entries, fresh, refuse_to_wait, tensors_in
+from .cutting import (
+    Columns,
+    Count,
+    WouldWait,
+    count_samples,
+    cut_batch,
+    cut_entries,
+    entries_of,
+    fresh,
+    is_number,
+    refuse_to_wait,
+    tensors_in,
+)
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
 from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, whole_number
 from .private import own_version_of
@@ -354,6 +366,8 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         batches = make(index)
         if engine.pipeline is None:
             counts = _counts_of(counts_of, batches, ahead)
+            if batches.lengths is None and count_samples in counts_of.values():
+                _tell_count(job, batches.micro_batches, counts)
         else:
             count = lambda found: _counts_of(counts_of, Batches(found), ahead)  # noqa: E731
             pieces = engine.pipeline.count(batches.micro_batches, count)
@@ -399,6 +413,23 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         del error, batches  # otherwise this frame and the error's traceback would keep each other, and what was drawn
 
 
+def _tell_count(job: Job, micro_batches: list[Any], counts: list[Counts]) -> None:
+    """Warns once if the first micro-batch looks like one sample, whose first dimension would be counted."""
+    if "count" in job.once.keys or not micro_batches:
+        return
+    job.once.keys.add("count")
+    numbers = [key for key, value in entries_of(micro_batches[0]).items() if is_number(value)]
+    if numbers:
+        job.once.keys.discard("count")
+        job.once(
+            "count",
+            f"entry {numbers[0]!r} of a micro-batch is one number, and the others count as {counts[0][0]:g} samples, "
+            "the length of their first dimension; if each micro-batch is one sample, pass count=lambda batch: 1 to the "
+            "Accumulator, and otherwise a count= that says how many it has",
+            on_each_rank=True,
+        )
+
+
 def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) -> list[Counts]:
     """Each micro-batch's denominators by name. Counts on a device are all read at once."""
     values: list[Any] = []
@@ -412,9 +443,10 @@ def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) ->
             name, which = divmod(i, rows)
             shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             seen = repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}{shape}"
+            cure = "; add them up with .sum()" if shape else ""
             raise ValueError(
                 f"count gave {seen} for {list(counts_of)[name]!r} in micro-batch {which}, expected a finite number "
-                "of at least 0"
+                f"of at least 0{cure}"
             )
     return [tuple(map(float, numbers[i::rows])) for i in range(rows)]
 

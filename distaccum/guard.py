@@ -54,6 +54,15 @@ def refuse_backward(window: Any) -> NoReturn:
     )
 
 
+def refuse_freed_graph(window: Any, error: RuntimeError) -> None:
+    """Raises if a backward failed because an earlier one had freed its graph."""
+    if "backward through the graph a second time" in str(error):
+        raise DistaccumError(
+            f"two backwards {window.where()} went through the same graph, which the first one frees; use "
+            "window.heads(outputs, items), whose trunk's backward runs once, or add the losses up"
+        ) from error
+
+
 def give_up(window: Any, what: str) -> NoReturn:
     """Discards the window, and says why."""
     window.discard()
@@ -80,9 +89,11 @@ def refuse_unfinished(window: Any) -> None:
 def refuse_missing_backward(window: Any, what: str) -> None:
     """Raises if the current micro-batch or part, named `what`, had no backward."""
     if window.turn != DONE:
+        is_first = window.micro_step == 0
+        inner = "; windows() yields windows, so loop over each: for window in windows: for x, y in window" * is_first
         raise DistaccumError(
             f"{what} without window.backward(loss) ({window.where()}); call it for each one (to leave a micro-batch "
-            "out, let count give 0 for it)"
+            f"out, let count give 0 for it){inner}"
         )
 
 
@@ -96,6 +107,15 @@ def refuse_copy(window: Any) -> None:
         )
 
 
+def refuse_copy_of_ranks(engine: Engine) -> None:
+    """Raises if the Accumulator has a process group, which torch cannot copy."""
+    if engine.peers.group is not None:
+        raise DistaccumError(
+            f"copying or pickling an Accumulator of {engine.name}, whose process group cannot be copied; copy model "
+            "and optimizer, make an Accumulator of them, and give it load_state_dict(accumulator.state_dict())"
+        )
+
+
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:
     """Clears gradients left from before a window, with a warning."""
     # No warning about zeros: of zero_grad(set_to_none=False), or in bucket views that another Accumulator cleared.
@@ -103,6 +123,39 @@ def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) 
     if engine.stale(()) or total_norm([local(one) for one in shown], math.inf) != 0:  # hidden ones, or shown ones
         once("stale", "gradients that stood before the window were cleared: they are not part of it")
     engine.clear(parameters)
+
+
+def refuse_untrained(window: Any, job: Any) -> None:
+    """Raises if an optimizer has nothing to step, or if a parameter was replaced since the Accumulator was made."""
+    engine: Engine = job.engine
+    known = window.parameters if job.optimizers or engine.peers.group is None else job.groups[0]
+    groups = job.groups if job.optimizers else [known]
+    # Where a parameter is cut, this rank's part may be empty, and has no gradient.
+    unused = {id(p) for group in groups for p in group if p.grad is None and p.numel()}
+    if unused <= job.unused or "step" in engine.owns or engine.pipeline is not None:
+        return
+    idle = [all(id(p) in unused for p in group) for group in groups]
+    ids, names = {*map(id, known)}, names_of(engine.models)
+    trained = [(names.get(id(p), "?"), p) for p in engine.parameters() if p.requires_grad]
+    new = [name for name, p in trained if id(p) not in ids]
+    # A loss that counts nothing in this window may be the only one of an optimizer.
+    if not new and not (all(idle) or (any(idle) and all(window.counts.values()))):
+        job.unused = unused
+        return
+    which = idle.index(True) if any(idle) else 0
+    owner = f"the {type(job.optimizers[which]).__name__}" if job.optimizers else "the model"
+    others = new or [name for name, p in trained if p.grad is not None]
+    cause = "no loss depends on them, or a hook clears them or steps in backward; leave that to window.step()"
+    if others:
+        cause = (
+            f"the model trains others ({shorten(others)}); make the optimizer, and then the Accumulator, when the "
+            "model is complete (after get_peft_model, load_state_dict(assign=True), a new layer, or freezing)"
+        )
+    elif not any(p.requires_grad for p in groups[which]):
+        cause = "they are frozen; give the optimizer the parameters that are trained"
+    what = f"no parameter of {owner} got a gradient" if any(idle) else f"some parameters of {owner} got no gradient"
+    window.discard()
+    raise DistaccumError(f"{what} in a window of {window.counts}, and nothing was stepped: {cause}")
 
 
 @contextmanager

@@ -98,6 +98,7 @@ class Job(Prepared):
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # completed in this process
+        self.unused: set[int] = set()  # ids of parameters without a gradient, as the last window left them
         # Its gradients must not leak into the next window if it is dropped; its loop is over, and no step came.
         self.holds_gradients = self.lacks_step = False
         self.fit: Any = None  # what update() learned about sizes (runs/sizes.py)
@@ -144,6 +145,14 @@ class Job(Prepared):
         """Refuses what window.step() cannot step, and per-sample gradients, which the window's shares would scale."""
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
+        given = [id(group) for one in self.optimizers for group in one.param_groups]
+        for one in self.schedulers if given else ():
+            scheduled = getattr(getattr(one, "optimizer", None), "param_groups", ())
+            if scheduled and not {*map(id, scheduled)} & {*given}:
+                raise ValueError(
+                    f"scheduler is a {type(one).__name__} of another {type(one.optimizer).__name__} than the optimizer "
+                    "given, whose learning rate it would never change; make it from that optimizer"
+                )
         if any(hasattr(p, "grad_sample") for p in self._models_parameters):
             raise ValueError(
                 "the model keeps the gradient of each sample (grad_sample on its parameters, as for differential "
@@ -196,7 +205,8 @@ class Job(Prepared):
         if self.optimizers and not {*map(id, self._models_parameters)} & {*(self._owned or ())}:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
-                "model is moved, wrapped and complete"
+                "model is moved, wrapped and complete; for a parameter outside of modules, such as "
+                "patch = nn.Parameter(...), give model=[model, nn.ParameterList([patch])]"
             )
 
 

@@ -17,6 +17,14 @@ from .norms import HALF, number_of
 from .ranks import Peers
 from .scaling import is_scaled_by
 
+CURES = {  # for options of torch's backward
+    "retain_graph": "for several losses of one forward use window.heads(outputs, items), or add them up",
+    "create_graph": "for a gradient penalty call torch.autograd.grad(..., create_graph=True) and add it to the loss; "
+    "for several losses of one forward use window.heads(outputs, items)",
+    "inputs": "to leave parameters out, freeze them with requires_grad_(False); for the heads of a trunk use "
+    "window.heads(outputs, items)",
+    "gradient": "give a scalar, such as (outputs * gradient).sum(); for several heads use window.heads(outputs, items)",
+}
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and so does float16 unless subnormal
 
 Loss = Tensor | float  # as recorded: a plain number if it is on the host, where reading it needs no wait
@@ -77,6 +85,8 @@ class Losses:
         return share_of(self.reductions[name], n, total, self._engine.divisor)
 
     def _by_name(self, loss: Tensor | None, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        for name in named.keys() & CURES.keys() - set(self._names):
+            raise ValueError(f"backward() got {name}=, expected losses alone: it runs their graph once; {CURES[name]}")
         if loss is not None:  # positional, or a name that happens to be "loss"
             if "loss" not in self._names and (self.has_several or named):
                 raise ValueError(

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from difflib import get_close_matches
+from functools import cached_property, wraps
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from .cutting import Columns, Count, Names, count_samples
+from torch.utils.data import Dataset, IterableDataset
+
+from .cutting import Columns, Count, Names, count_samples, is_array
 from .engines import Sync
 from .law import REDUCTIONS, Reduction, Schedule, whole_number
 
 if TYPE_CHECKING:  # from outside the core
     from .feeding.by_cost import ByCost
+
+OTHER_NAMES = {  # of arguments, in other libraries
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), "steps"),
+    **dict.fromkeys(("clip", "max_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip"), "max_norm"),
+    "grad_scaler": "scaler",
+}
+Init = TypeVar("Init", bound=Callable[..., None])
 
 BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -157,3 +168,41 @@ def by_name(
 def choice(name: str, value: Any, known: Sequence[Any]) -> None:
     if value not in known:
         raise ValueError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}")
+
+
+def suggesting(init: Init) -> Init:
+    """`init` with an error that suggests the right name for an unknown argument."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given.keys() - set(known):
+            close = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, known, n=1)
+            cure = f"say {close[0]}={given[name]!r}" if close else f"it takes {', '.join(known)}"
+            raise TypeError(f"Accumulator() got {name}={given[name]!r}, which is no argument of it; {cure}")
+        init(self, *args, **given)
+
+    return checked  # type: ignore[return-value]  # it takes what init takes
+
+
+def function(call: str, name: str, value: Any) -> None:
+    """Raises if an argument of `call` is no function of the caller."""
+    if not callable(value):
+        raise TypeError(
+            f"{call}() got a {type(value).__name__} as {name}, expected a function that it calls with each micro-batch "
+            "or its outputs, as accumulator.update(batch, lambda part: criterion(model(part['x']), part['y']))"
+        )
+
+
+def refuse_as_loader(loader: Any) -> None:
+    """Raises if this does not yield micro-batches."""
+    cure = ""
+    if is_array(loader):
+        cure = "; cut it, as tensor.split(8) does, or give split() or update() a whole batch"
+    elif isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        cure = (
+            ", and a dataset yields samples; give a DataLoader(dataset, batch_size=8), or batch_size=None for batches"
+        )
+    elif not isinstance(loader, Mapping | str) and (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        return
+    raise TypeError(f"windows() got a {type(loader).__name__}, expected a loader: an iterable of micro-batches{cure}")

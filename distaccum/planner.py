@@ -150,6 +150,10 @@ class Planner:
             if self.feed is feed and not (was_left and reader.tells_state):  # unless a state taken now needs it
                 self.feed = None
 
+    def continues(self, loader: Any) -> bool:
+        """Tells whether the next loop over this iterator goes on with one that was left."""
+        return any(of() is loader for of, _ in self._left)
+
     def _reader_of(self, loader: Any) -> Reader:
         """The reader of an iterator that was left before, or a new one, at the position of a loaded state if any."""
         readers = [reader for of, reader in self._left if of() is loader]
@@ -190,11 +194,22 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
     """Iterates over the windows of a loader, until no rank has a micro-batch left; has a length if the loader has."""
 
     def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
-        self._loader, self._job = loader, planner.job
+        self._planner, self._loader, self._job, self._begins = planner, loader, planner.job, True
         self._windows = planner.windows(loader, ahead=ahead)  # a generator without a reference to this object
 
     def __next__(self) -> Window[Batch]:
-        return next(self._windows)
+        begins, self._begins = self._begins and not self._planner.continues(self._loader), False
+        try:
+            return next(self._windows)
+        except StopIteration:
+            if begins:
+                self._job.once(
+                    "empty",
+                    f"windows() got a {type(self._loader).__name__} that yields no micro-batch on any rank, so nothing "
+                    "was trained; make a generator anew for each epoch, and look at an empty loader's dataset and "
+                    "drop_last",
+                )
+            raise
 
     def __len__(self) -> int:
         """The number of windows of one pass over the loader, on this rank alone."""

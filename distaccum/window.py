@@ -217,6 +217,7 @@ class Window(Generic[Batch]):
         try:
             outputs = call(*given)
         except RuntimeError as error:
+            guard.refuse_freed_graph(self, error)
             if self._engine.lockstep or self._engine.will_reduce(may_reduce):
                 raise_if_lost(error)
             raise
@@ -236,6 +237,7 @@ class Window(Generic[Batch]):
         except RuntimeError as error:
             raise_if_lost(error)
             raise
+        guard.refuse_untrained(self, job)
         self._final = [group for group in job.groups if any(one.grad is not None for one in group)]
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # the caller steps next
         if looks and not look_at(engine, self.parameters)[0]:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import TensorDataset
 
 import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, Update, Window, count_samples, count_tokens
@@ -220,9 +221,26 @@ def giving(loss):
     return in_the_loop(lambda w, m, b, o: w.backward(loss(m, b)))
 
 
+def unpacked(accumulator, model, optimizer):
+    for _, _, _ in accumulator.windows(BATCHES):
+        pass
+
+
+def two_of_one_graph(window, model, batch, _):
+    outputs = model(batch["x"]).tanh()
+    for power in window.parts([1, 2]):
+        window.backward(outputs.square().mean() * power)
+
+
 MISUSES = {  # by the error and its words
     DistaccumError: {
-        r"without window.backward\(loss\) \(in micro-batch 0 of 3\)": in_the_loop(lambda *_: None),
+        r"without window.backward\(loss\) \(in micro-batch 0 of 3\).*for window in windows: for x, y": in_the_loop(
+            lambda *_: None
+        ),
+        "so loop over each: for window in windows:": unpacked,
+        r"two backwards in micro-batch 0 of 3 went through the same graph.*window.heads\(": in_the_loop(
+            two_of_one_graph
+        ),
         r"a second backward\(\) in micro-batch 0 of 3.*window.parts": backward_and(
             lambda w, m, b, o: w.backward(loss_of(m, b))
         ),
@@ -248,10 +266,19 @@ MISUSES = {  # by the error and its words
     TypeError: {
         "a float, .*without .item": giving(lambda m, b: loss_of(m, b).item()),
         "got a tuple of 2, expected": giving(lambda m, b: (loss_of(m, b),) * 2),
+        r"update\(\) got a Tensor as loss_fn, expected a function": lambda a, m, o: a.update(
+            BATCHES[0], loss_of(m, BATCHES[0])
+        ),
     },
     ValueError: {
         r"shape \[2, 6, 4\], expected a scalar": giving(lambda m, b: m(b["x"])),
         "without a graph": giving(lambda m, b: b["x"].mean()),
+        **{
+            rf"got {name}=, expected losses alone.*window\.heads\(outputs, items\)": in_the_loop(
+                lambda w, m, b, o, name=name: w.backward(loss_of(m, b), **{name: True})
+            )
+            for name in ("retain_graph", "create_graph", "inputs", "gradient")
+        },
         r"\['tokens'\], expected losses by name, of \['samples'\]": in_the_loop(
             lambda w, m, b, o: w.backward(tokens=loss_of(m, b))
         ),
@@ -353,7 +380,14 @@ def keeping_samples():
         ({"optimizer": None, "max_norm": 1.0}, ValueError, "no optimizer was given"),
         (lambda o: {"optimizer": LBFGS(o.param_groups[0]["params"])}, TypeError, "LBFGS needs a closure"),
         ({"model": nn.Tanh()}, ValueError, "no parameters"),
-        ({"model": trunk()}, ValueError, "none of the model's parameters"),
+        ({"model": trunk()}, ValueError, r"none of the model's .*model=\[model, nn.ParameterList\(\[patch\]\)\]"),
+        ({"scheduler": StepLR(SGD(trunk().parameters(), 0.1), 1)}, ValueError, "scheduler is a StepLR of another SGD"),
+        ({"step": 4}, TypeError, r"Accumulator\(\) got step=4, which is no argument of it; say steps=4"),
+        ({"gradient_accumulation_steps": 4}, TypeError, "; say steps=4"),
+        ({"accumulation_steps": 4}, TypeError, "; say steps=4"),
+        ({"clip": 1.0}, TypeError, "; say max_norm=1.0"),
+        ({"max_grad_norm": 1.0}, TypeError, "; say max_norm=1.0"),
+        ({"verbose": True}, TypeError, "; it takes model, optimizer, steps, "),
         (
             lambda o: {"optimizer": Wrapping(o)},
             TypeError,
@@ -397,17 +431,28 @@ def test_windows_needs_a_number_and_split_a_size():
         next(accumulator.windows(BATCHES))
 
 
-@pytest.mark.parametrize("given", [None, {"labels": torch.ones(2)}, "train"])
-def test_windows_of_what_yields_no_micro_batches_is_refused(given):
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        (None, ""),
+        ({"labels": torch.ones(2)}, ""),
+        ("train", ""),
+        (torch.ones(4, 2), "; cut it, as tensor.split"),
+        (TensorDataset(torch.ones(4, 2)), ", and a dataset yields samples; give a DataLoader"),
+    ],
+)
+def test_windows_of_what_yields_no_micro_batches_is_refused(given, cure):
     _, _, accumulator = make(steps=2)
-    with pytest.raises(TypeError, match=rf"windows\(\) got a {type(given).__name__}, expected a loader"):
+    kind = type(given).__name__
+    with pytest.raises(TypeError, match=rf"windows\(\) got a {kind}, expected a loader: .*micro-batches{cure}"):
         accumulator.windows(given)
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "8", None, [2], 1 + 2j, torch.ones(2), "8" * 99])
 def test_count_that_is_no_finite_number_of_at_least_0_is_refused(value):
     _, _, accumulator = make(count=lambda batch: value)
-    with pytest.raises(ValueError, match=r"^count gave .{1,60} for 'count' in micro-batch 0"):
+    cure = r"; add them up with \.sum\(\)$" if isinstance(value, torch.Tensor) else ""
+    with pytest.raises(ValueError, match=rf"^count gave .{{1,60}} for 'count' in micro-batch 0.*of at least 0{cure}"):
         accumulator.window(BATCHES)
 
 
@@ -620,6 +665,32 @@ def test_copy_in_mid_window_is_refused():
     assert run_window(other.window(BATCHES), twin).step().index == 1 and accumulator.index == 1
 
 
+@on_ranks(2)
+def test_copy_of_an_accumulator_of_several_ranks_names_the_cure():
+    ddp = DistributedDataParallel(trunk())
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+    accumulator = Accumulator(ddp, optimizer)
+    run_window(accumulator.window(BATCHES), ddp).step()
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(
+            DistaccumError, match=r"an Accumulator of .*DDP, whose process group .*load_state_dict\(acc"
+        ):
+            copied((ddp, optimizer, accumulator) if copied is copy.deepcopy else accumulator)
+    twin, steps = copy.deepcopy((ddp, optimizer))  # as the error says
+    again = Accumulator(twin, steps)
+    again.load_state_dict(accumulator.state_dict())
+    assert next_is_exact_from(again, twin, ddp).index == 1
+
+
+def next_is_exact_from(accumulator, model, other):
+    """The next window of a copy, which trains it and nothing else."""
+    before = weights(other)
+    window = run_window(accumulator.window(BATCHES), model)
+    window.step()
+    assert torch.equal(before, weights(other)) and not torch.equal(before, weights(model))
+    return window
+
+
 def test_large_counts_stay_exact():
     counts = iter([torch.tensor(16777217), torch.tensor(1.0)])
     _, _, accumulator = make(count=lambda batch: next(counts))
@@ -636,3 +707,104 @@ def test_next_window_warns_of_a_forgotten_step(again):
         else:
             next(accumulator.windows(BATCHES))
     run_window(accumulator.window(BATCHES), model)  # one warning per forgotten step
+
+
+def train_the_rest(model, optimizer):
+    """Freezes what the optimizer has, as `get_peft_model` does, which adds parameters that it does not have."""
+    model[0].requires_grad_(False)
+
+
+def assign(model, optimizer):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def renew_a_layer(model, optimizer):
+    model[1] = nn.Linear(4, 3).double()
+
+
+def step_in_backward(model, optimizer):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+
+def freeze_all_but_the_input(model, optimizer):
+    model.requires_grad_(False)
+    model.register_forward_pre_hook(lambda _, inputs: inputs[0].requires_grad_())
+
+
+UNTRAINED = {
+    train_the_rest: r"no parameter of the SGD got a gradient .*the model trains others \(1\.weight, 1\.bias\); make the",
+    assign: r"no parameter of the SGD .*trains others \(0\.weight, 0\.bias, 1\.weight and 1 more\); .*assign=True",
+    renew_a_layer: r"some parameters of the SGD got no gradient .*trains others \(1\.weight, 1\.bias\); .*a new layer",
+    step_in_backward: "no parameter of the SGD got a gradient .*a hook clears them",
+    freeze_all_but_the_input: "no parameter of the SGD got a gradient .*they are frozen",
+}
+OPTIONS = ({}, {"max_norm": 1.0}, {"on_nonfinite": "ignore"}, {"scaler": GradScaler})
+
+
+@pytest.mark.parametrize("spoil", UNTRAINED)
+def test_optimizer_that_would_step_nothing_is_refused_whatever_the_options(spoil):
+    for options in OPTIONS:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
+        optimizer = SGD((model[0] if spoil is train_the_rest else model).parameters(), lr=0.1)
+        scaler = {"scaler": GradScaler("cpu")} if "scaler" in options else {}
+        accumulator = Accumulator(model, optimizer, steps=2, **{**options, **scaler})
+        spoil(model, optimizer)
+        before = weights(model)
+        with pytest.raises(DistaccumError, match=rf"{UNTRAINED[spoil]}"):
+            for window in accumulator.windows([torch.ones(2, 3).double()] * 2):
+                run_window(window, model).step()
+        assert torch.equal(weights(model), before) and accumulator.index == 0
+
+
+def test_optimizer_whose_loss_counts_nothing_in_a_window_may_be_without_a_gradient():
+    heads = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+    optimizers = [SGD(head.parameters(), lr=0.1) for head in heads]
+    count = {"a": lambda batch: len(batch), "b": lambda batch: 0}
+    accumulator = Accumulator(heads, optimizers, count=count)
+    window = accumulator.window([torch.ones(2, 3)])
+    for x in window:
+        window.backward(a=heads[0](x).mean(), b=heads[1](x).mean())
+    assert window.step().stepped
+    accumulator = Accumulator(heads, optimizers)
+    with pytest.raises(DistaccumError, match="no parameter of the SGD got a gradient"):
+        run_window(accumulator.window([torch.ones(2, 3)]), heads[0])
+
+
+@on_ranks(2)
+def test_parameters_replaced_after_the_wrapper_are_refused_on_all_ranks():
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), find_unused_parameters=True)
+    for optimizer in (SGD(ddp.parameters(), lr=0.1), None):
+        accumulator = Accumulator(ddp, optimizer)
+        kept, ddp.module[1] = ddp.module[1], nn.Linear(4, 3)
+        with pytest.raises(DistaccumError, match=r"some parameters of the .* got no gradient .*others \(1\.weight, 1"):
+            run_window(accumulator.window([torch.ones(2, 3)]), ddp)
+        ddp.module[1] = kept
+
+
+def test_parameter_outside_of_modules_is_trained_in_a_list_of_its_own():
+    model, patch = nn.Linear(3, 2).double().requires_grad_(False), nn.Parameter(torch.zeros(3).double())
+    accumulator = Accumulator([model, nn.ParameterList([patch])], SGD([patch], lr=1.0), steps=2)
+    batches = [torch.randn(n, 3).double() for n in (2, 3)]
+    exact = torch.autograd.grad(model(torch.cat(batches) + patch).square().mean(), [patch])[0]
+    window = accumulator.window(batches)
+    for x in window:
+        window.backward(model(x + patch).square().mean())
+    window.step()
+    assert error(-patch.detach(), exact) <= 1e-12
+
+
+def test_single_number_beside_counted_entries_is_told_once():
+    model, accumulator = accumulating(nn.Linear(5, 3), steps=1)
+    for label in (torch.tensor(1), 1):
+        with pytest.warns(UserWarning, match=r"entry 1 .* is one number, .* count as 2 samples.*count=lambda batch: 1"):
+            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
+            for window in accumulator.windows([(torch.randn(n, 5), label) for n in (2, 9)]):
+                run_window(window, lambda batch: model(batch[0])).step()
+
+
+@pytest.mark.parametrize("name", distaccum._ELSEWHERE)
+def test_name_of_a_module_inside_is_named_with_it(name):
+    module = f"distaccum.{distaccum._ELSEWHERE[name]}"
+    with pytest.raises(ImportError, match=rf"{name} is in {module}: from {module} import {name}"):
+        exec(f"from distaccum import {name}")
