@@ -131,16 +131,16 @@ def refuse_untrained(window: Any, job: Any) -> None:
     known = window.parameters if job.optimizers or engine.peers.group is None else job.groups[0]
     groups = job.groups if job.optimizers else [known]
     # Where a parameter is cut, this rank's part may be empty, and has no gradient.
-    unused = {id(p) for group in groups for p in group if p.grad is None and p.numel()}
-    if unused <= job.unused or "step" in engine.owns or engine.pipeline is not None:
+    if "step" in engine.owns or engine.pipeline is not None:
         return
-    idle = [all(id(p) in unused for p in group) for group in groups]
+    idle = [all(p.grad is None and p.numel() for p in group) for group in groups]
     ids, names = {*map(id, known)}, names_of(engine.models)
     trained = [(names.get(id(p), "?"), p) for p in engine.parameters() if p.requires_grad]
     new = [name for name, p in trained if id(p) not in ids]
     # A loss that counts nothing in this window may be the only one of an optimizer.
     if not new and not (all(idle) or (any(idle) and all(window.counts.values()))):
-        job.unused = unused
+        if not any(idle):  # otherwise the next window is looked at too
+            job.unused = {id(p) for group in job.groups for p in group if p.grad is None}
         return
     which = idle.index(True) if any(idle) else 0
     owner = f"the {type(job.optimizers[which]).__name__}" if job.optimizers else "the model"

@@ -237,7 +237,8 @@ class Window(Generic[Batch]):
         except RuntimeError as error:
             raise_if_lost(error)
             raise
-        guard.refuse_untrained(self, job)
+        if not job.unused.issuperset(id(p) for group in job.groups for p in group if p.grad is None):
+            guard.refuse_untrained(self, job)
         self._final = [group for group in job.groups if any(one.grad is not None for one in group)]
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # the caller steps next
         if looks and not look_at(engine, self.parameters)[0]:

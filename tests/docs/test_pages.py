@@ -111,7 +111,14 @@ def test_readme_is_read_in_two_minutes():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 220
     assert all(len(line) <= 120 or line.startswith("|") for line in lines)
-    assert next(num for num, line in enumerate(lines, start=1) if "pip install" in line) <= 40
+    assert next(num for num, line in enumerate(lines, start=1) if "pip install" in line) <= 48
+
+
+def test_first_screen_of_the_readme_names_the_two_commands_that_do_everything():
+    lines = (ROOT / "README.md").read_text().splitlines()[:45]
+    for command in ("bash launch/demo.sh", "bash tests/run.sh"):
+        assert any(re.match(rf"{command} +# \d+ minutes", line) for line in lines), command
+        assert (ROOT / command.split()[1]).exists()
 
 
 def test_version_is_the_same_wherever_it_stands():
