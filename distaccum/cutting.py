@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from numbers import Number
 from typing import Any, TypeGuard
 
 import torch
@@ -159,11 +158,6 @@ def each_entry(item: Any, whole: Names = (), path: KeyPath = ()) -> Iterator[tup
     else:
         for key, child in entries_of(item).items():
             yield from each_entry(child, whole, (*path, key))
-
-
-def is_number(item: Any) -> bool:
-    """Tells whether this is a number, or an array without dimensions."""
-    return not len(item.shape) if is_array(item) else isinstance(item, Number) and not isinstance(item, bool)
 
 
 def goes_whole(path: KeyPath, whole: Names) -> bool:

@@ -24,12 +24,12 @@ from .cutting import (
     cut_entries,
     entries_of,
     fresh,
-    is_number,
+    is_array,
     refuse_to_wait,
     tensors_in,
 )
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
-from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, whole_number
+from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, warn, whole_number
 from .private import own_version_of
 from .ranks import Owed, Reports
 
@@ -367,7 +367,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         if engine.pipeline is None:
             counts = _counts_of(counts_of, batches, ahead)
             if batches.lengths is None and count_samples in counts_of.values():
-                _tell_count(job, batches.micro_batches, counts)
+                _tell_count(job, batches.micro_batches)
         else:
             count = lambda found: _counts_of(counts_of, Batches(found), ahead)  # noqa: E731
             pieces = engine.pipeline.count(batches.micro_batches, count)
@@ -413,20 +413,17 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         del error, batches  # otherwise this frame and the error's traceback would keep each other, and what was drawn
 
 
-def _tell_count(job: Job, micro_batches: list[Any], counts: list[Counts]) -> None:
+def _tell_count(job: Job, micro_batches: list[Any]) -> None:
     """Warns once if the first micro-batch looks like one sample, whose first dimension would be counted."""
     if "count" in job.once.keys or not micro_batches:
         return
     job.once.keys.add("count")
-    numbers = [key for key, value in entries_of(micro_batches[0]).items() if is_number(value)]
+    numbers = [key for key, value in entries_of(micro_batches[0]).items() if is_array(value) and not len(value.shape)]
     if numbers:
-        job.once.keys.discard("count")
-        job.once(
-            "count",
-            f"entry {numbers[0]!r} of a micro-batch is one number, and the others count as {counts[0][0]:g} samples, "
-            "the length of their first dimension; if each micro-batch is one sample, pass count=lambda batch: 1 to the "
-            "Accumulator, and otherwise a count= that says how many it has",
-            on_each_rank=True,
+        warn(
+            f"entry {numbers[0]!r} of a micro-batch has no dimension, and the others count as "
+            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one sample, pass count=lambda batch: 1 to the "
+            "Accumulator, and otherwise a count= that says how many it has"
         )
 
 

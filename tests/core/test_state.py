@@ -425,7 +425,7 @@ def test_distributed_checkpoint_takes_an_accumulator():
     dist.broadcast_object_list(folder)
     model = DistributedDataParallel(nn.Linear(3, 1))
     first, second = (Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2) for _ in range(2))
-    for window in first.windows(torch.randn(4, 2, 3)):
+    for window in first.windows(torch.randn(8, 3).split(2)):
         run_window(window, model).step()
     dcp.save({"accumulator": first}, checkpoint_id=folder[0])
     dcp.load({"accumulator": second}, checkpoint_id=folder[0])

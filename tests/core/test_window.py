@@ -794,11 +794,12 @@ def test_parameter_outside_of_modules_is_trained_in_a_list_of_its_own():
 
 def test_single_number_beside_counted_entries_is_told_once():
     model = nn.Linear(5, 3)
-    for label in (torch.tensor(1), 1):
-        with pytest.warns(UserWarning, match=r"entry 1 .* is one number, .* count as 2 samples.*count=lambda batch: 1"):
-            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
-            for window in accumulator.windows([(torch.randn(n, 5), label) for n in (2, 9)]):
-                run_window(window, lambda batch: model(batch[0])).step()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
+    said = r"entry 1 .* no dimension, .* count as 2 samples.*count=lambda batch: 1"
+    with pytest.warns(UserWarning, match=said) as seen:
+        for window in accumulator.windows([(torch.randn(n, 5), torch.tensor(1)) for n in (2, 9)]):
+            run_window(window, lambda batch: model(batch[0])).step()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("name", distaccum._ELSEWHERE)
