@@ -422,8 +422,8 @@ def _tell_count(job: Job, micro_batches: list[Any]) -> None:
     if numbers:
         warn(
             f"entry {numbers[0]!r} of a micro-batch has no dimension, and the others count as "
-            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one sample, pass count=lambda batch: 1 to the "
-            "Accumulator, and otherwise a count= that says how many it has"
+            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one "
+            "sample, pass count=lambda batch: 1 to the Accumulator, and otherwise a count= that says how many it has"
         )
 
 
