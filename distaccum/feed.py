@@ -15,21 +15,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .cutting import (
-    Columns,
-    Count,
-    WouldWait,
-    count_samples,
-    cut_batch,
-    cut_entries,
-    entries_of,
-    fresh,
-    is_array,
-    refuse_to_wait,
-    tensors_in,
-)
+from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_entries, fresh, refuse_to_wait, tensors_in
+from .guard import tell_count
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
-from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, warn, whole_number
+from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, whole_number
 from .private import own_version_of
 from .ranks import Owed, Reports
 
@@ -366,8 +355,8 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         batches = make(index)
         if engine.pipeline is None:
             counts = _counts_of(counts_of, batches, ahead)
-            if batches.lengths is None and count_samples in counts_of.values():
-                _tell_count(job, batches.micro_batches)
+            if "count" not in job.once.keys and batches.lengths is None and count_samples in counts_of.values():
+                tell_count(batches.micro_batches, job.once)
         else:
             count = lambda found: _counts_of(counts_of, Batches(found), ahead)  # noqa: E731
             pieces = engine.pipeline.count(batches.micro_batches, count)
@@ -411,20 +400,6 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         return Draw(report, micros, substitute, error)
     finally:
         del error, batches  # otherwise this frame and the error's traceback would keep each other, and what was drawn
-
-
-def _tell_count(job: Job, micro_batches: list[Any]) -> None:
-    """Warns once if the first micro-batch looks like one sample, whose first dimension would be counted."""
-    if "count" in job.once.keys or not micro_batches:
-        return
-    job.once.keys.add("count")
-    numbers = [key for key, value in entries_of(micro_batches[0]).items() if is_array(value) and not len(value.shape)]
-    if numbers:
-        warn(
-            f"entry {numbers[0]!r} of a micro-batch has no dimension, and the others count as "
-            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one "
-            "sample, pass count=lambda batch: 1 to the Accumulator, and otherwise a count= that says how many it has"
-        )
 
 
 def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) -> list[Counts]:

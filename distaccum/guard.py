@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .cutting import count_samples, entries_of, is_array
 from .engines.base import Engine, total_norm
-from .law import DistaccumError, Once, shorten
+from .law import DistaccumError, Once, shorten, warn
 from .losses import Losses, Record
 from .norms import local, names_of
 from .options import OnNonfinite
@@ -123,6 +124,21 @@ def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) 
     if engine.stale(()) or total_norm([local(one) for one in shown], math.inf) != 0:  # hidden ones, or shown ones
         once("stale", "gradients that stood before the window were cleared: they are not part of it")
     engine.clear(parameters)
+
+
+def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
+    """Warns if the first micro-batch of all looks like one sample, whose first dimension would be counted."""
+    if not micro_batches:
+        return
+    once.keys.add("count")
+    entries = entries_of(micro_batches[0])
+    names = [name for name, value in entries.items() if is_array(value) and not len(value.shape)]
+    if names:
+        warn(
+            f"entry {names[0]!r} of a micro-batch has no dimension, and the others count as "
+            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one "
+            "sample, pass count=lambda batch: 1 to the Accumulator, and otherwise a count= that says how many it has"
+        )
 
 
 def refuse_untrained(window: Any, job: Any) -> None:
