@@ -148,7 +148,8 @@ class Accumulator:
                 run out at different times. If the loader fails, the error is raised when you ask for that window. If
                 you leave the loop over an iterator, what was drawn ahead comes first in its next `windows()`.
             ahead: False draws a window only when you ask for it, and nothing while another runs: for loaders whose
-                items are large, or depend on the process's global random numbers.
+                items are large, depend on the process's global random numbers, or are made by the model (rollouts, hard
+                negatives), which else would have weights from before the current update.
 
         Returns:
             An iterator of `Window`. If the loader has a length, it has one too: of one pass on this rank. Call a
@@ -272,9 +273,10 @@ class Accumulator:
         """This rank's state, to save: the index, the learned size, the scaler, the loader's position, each
         extension's state under its key, and the random number state of the host and of the model's devices.
 
-        Call it anywhere. While a window is open, the state is the one at its start, so that a job that resumes runs
-        the window again. The loader's position is that of the current loop over `windows()`, or of the last one left
-        by `break` or an error. Save every rank's state: each has its own random numbers and its own position.
+        Call it anywhere. What was not stepped is done again: until a window's weights have moved, the state is the one
+        at its start, even after an error or `break`. Then, as in an optimizer's post-step hook, it is that of the next
+        window, and between two epochs that of a new pass. Save every rank's state: each has its own random numbers and
+        its own position.
 
         Raises:
             DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call comes between a

@@ -39,8 +39,10 @@ class Batches:
 
 
 Make = Callable[[int], Batches]  # by the update's index
-Position = tuple[Any, int]  # of a loader: its state_dict(), and the number of items that it has yielded since, or
-START = -1  # if it had yet to yield the first of a pass: its state may still be that of an earlier pass's end
+# Of a loader: its state_dict(), and the number of items that it has yielded since, or one of these marks.
+Position = tuple[Any, int]
+START = -1  # A pass begins here: the state may still be that of an earlier pass's end.
+END = -2  # The pass is over, and the state is that of its end.
 Pace = Callable[[int, int], None]  # draws part of the next window, given a micro-step and the number of them
 
 
@@ -112,8 +114,6 @@ class Ahead:
         self._is_due = False  # the next window is still to be drawn, and not given up
         self._owed: Owed | None = None  # the next window's report
         self._next: Draw | None = None  # what was reported
-        self.window: object = None  # a weak reference to the last window
-        self.at_start: Position | None = None  # the loader's position where that window began
 
     def draw(self, index: int) -> tuple[Draw, Reports]:
         """This rank's part of update `index`, and the reports of all ranks."""
@@ -133,6 +133,8 @@ class Ahead:
         lacks = self._job.substitute is None and found is not None and found.report.has_stand_in
         if found is None or reports is None or found.report.update != index or lacks:
             found, reports = draw(self._job, self._make, index), None
+        if self._job.start is not None:
+            self._job.start.position = self.reader.position()
         if found.error is not None:
             self.reader.drop(self._num)  # its error is raised now
             if self._communicates and not found.report.num_drawn:
@@ -142,7 +144,7 @@ class Ahead:
 
     def accept(self, draw: Draw, *, ahead: bool) -> None:
         """Notes that all ranks made a window of `draw`; with `ahead`, the next one may be drawn now."""
-        self.at_start = self.reader.use(self._num)
+        self.reader.use(self._num)
         if ahead and self._reads_ahead:
             self._owed = self._peers.owe(draw.report)
             with suppress(Exception):  # requesting that window fails with the same error
@@ -209,31 +211,33 @@ def num_items(job: Job, index: int) -> int:
 class Reader:
     """Draws from a loader with `next()` alone, and keeps what was drawn and not yet used."""
 
-    def __init__(self, loader: Any, position: Position | None, *, tells_state: bool) -> None:
-        self._loader, self.tells_state = loader, tells_state
+    def __init__(
+        self, loader: Any, position: Position | None, *, tells_state: bool, before_opening: Callable[[], object] = bool
+    ) -> None:
+        self._loader, self._tells_state, self._before_opening = loader, tells_state, before_opening
         self._iterator: Iterator[Any] | None = None
         self._drawn: list[Any] = []
-        self._position = position  # before the first of these items
+        self._position = position  # before the first of these items, unless
+        self._asks = tells_state and position is None  # the loader itself knows it
         self._is_fresh = True  # it has drawn nothing
         self._was_at_start = position is not None and position[1] == START
         self._first: tuple[Any, list[Look]] | None = None  # the first item and how it looked, until settle_reuse()
         self._error: Exception | None = None  # which the loader raised after these items
-        self._has_ended = False
+        self._has_ended = position is not None and position[1] == END
 
     def fill(self, num: int) -> bool:
         """Draws until there are `num` items, or the loader ends or fails; returns whether there are `num`."""
-        iterator = self._open() if self._iterator is None else self._iterator
         while len(self._drawn) < num and not self._has_ended and self._error is None:
-            if not self._drawn:
-                self._position = self.position()
+            iterator = self._open() if self._iterator is None else self._iterator
+            self._position, self._asks = self.position(), False  # also if Ctrl-C breaks the next line off
             try:
                 # Never called again after the end: some loaders then start over, others do on their next iter().
                 self._drawn.append(next(iterator))
             except StopIteration:
                 self._has_ended = not self._was_at_start
                 if self._was_at_start:
-                    self._was_at_start, self._iterator = False, iter(self._loader)
-                    iterator = self._iterator
+                    self._was_at_start = False
+                    self._iterate()
             except Exception as error:  # raised on all ranks when its window is requested
                 self._error = error
             if self._is_fresh and self._drawn:
@@ -268,31 +272,37 @@ class Reader:
                 "copies, by tensor.clone(), array.copy() or dict(batch)"
             )
 
-    def use(self, num: int) -> Position | None:
-        """Drops the first `num` items, which are used now; returns the loader's position before them."""
-        before, used = self._position, min(num, len(self._drawn))
+    def use(self, num: int) -> None:
+        """Drops the first `num` items, which are used now."""
+        used = min(num, len(self._drawn))
         del self._drawn[:used]
-        if before is not None:
-            self._position = before[0], max(before[1], 0) + used
-        return before
+        if self._position is not None and used:
+            self._position = self._position[0], max(self._position[1], 0) + used
+        self._asks = self._tells_state and not self._drawn and not self._has_ended
 
     def drop(self, num: int) -> None:
         """Drops the loader's error or, if there is none, the first `num` items, which cannot be counted."""
         if self._error is not None and len(self._drawn) < num:
             self._error = None
+            self.use(0)
         else:
             self.use(num)
 
     def position(self) -> Position | None:
         """The loader's position before the first unused item, or at its end; None if it is unknown."""
-        is_known = self._drawn or self._has_ended or (self._is_fresh and self._position is not None)
-        if is_known or self._iterator is None or not self.tells_state:
+        if not self._asks:
             return self._position
         return self._loader.state_dict(), START if self._is_fresh else 0
 
+    def end(self) -> Position | None:
+        """The position at which the next pass begins, now that this one has come to its end."""
+        had_ended = self._position is not None and self._position[1] == END
+        state = self._position[0] if self._position is not None and had_ended else self._loader.state_dict()
+        return state, START
+
     def leave(self) -> bool:
         """Releases the loader, since the caller left the loop; returns whether items of an iterator are kept."""
-        self._position = self.position()
+        self._position, self._asks = self.position(), False
         is_iterator = self._iterator is self._loader
         self._loader = self._iterator = None
         if not is_iterator:
@@ -305,11 +315,22 @@ class Reader:
     def _open(self) -> Iterator[Any]:
         state, skipped = self._position or (None, 0)
         if self._position is not None:
-            self._loader.load_state_dict(state)
+            # Loading draws no random numbers: torchdata opens the loaded pass in its next call, and draws some.
+            with torch.random.fork_rng(devices=[]):
+                self._loader.load_state_dict(state)
+                with suppress(Exception):  # a loader may have none before it is opened
+                    self._loader.state_dict()
+        iterator = self._iterate()
+        for i in range(skipped):
+            if next(iterator, self) is self and i == 0:  # the state was that of an earlier pass's end
+                iterator = self._iterate()
+                next(iterator, None)
+        return iterator
+
+    def _iterate(self) -> Iterator[Any]:
+        self._before_opening()
         iterator: Iterator[Any] = iter(self._loader)
         self._iterator = iterator
-        for _ in range(skipped):
-            next(iterator, None)
         return iterator
 
 

@@ -39,6 +39,16 @@ class Micro:
     pieces: Sequence[Counts] = ()  # of the chunks that a pipeline runs it in
 
 
+@dataclass(eq=False)
+class Start:
+    """The place where a window began that is planned and not stepped: a job that resumes begins there."""
+
+    random: Any = None  # The random numbers as its loop began; None before that.
+    place: Any = None  # Of its loader among others (planner.py).
+    position: Any = None  # The loader's, before its micro-batches.
+    may_be_stepped: bool = False  # The caller steps, and may have done so.
+
+
 @dataclass(frozen=True)
 class Manner:
     """The way in which a window is run."""
@@ -76,6 +86,7 @@ class Job(Prepared):
         self.engine.adopt(self, config.max_norm, config.on_nonfinite)
         self.steps = bool(self.optimizers) or "step" in self.engine.owns  # otherwise the caller steps
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise the adapter's backward does
+        self.with_hooks = [one for one in self.optimizers if hasattr(one, "register_step_pre_hook")]
         self.epochs: list[int] = []  # last_epoch of each schedule after the last update
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
@@ -97,6 +108,7 @@ class Job(Prepared):
         """Resets the state that changes from window to window."""
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
+        self.start: Start | None = None  # of the window that is planned and not stepped, whoever holds it
         self.num_contrasts = 0  # completed in this process
         self.unused: set[int] = set()  # ids of parameters without a gradient, as the last window left them
         # Its gradients must not leak into the next window if it is dropped; its loop is over, and no step came.

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, final
 
 from .cutting import Batch
-from .feed import Ahead, Draw, Make, Pace, Position, Reader, draw, held, num_items
+from .feed import END, Ahead, Draw, Make, Pace, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
-from .job import LOOP, Job, Manner
+from .job import LOOP, Job, Manner, Start
 from .law import DistaccumError, Plan, all_or_none, in_short, shorten
 from .ranks import Reports
 from .window import SUM, Window
+
+
+@dataclass(eq=False)
+class Place:
+    """A loader that tells its state, in its place among those that are read in turn."""
+
+    loader: Callable[[], Any] | None  # a reference; None: of a loaded state, until a loader takes the place
+    position: Position | None = None  # where its next pass begins, or a loaded state's
+    loads: bool = False  # the loader has yet to be given that state
+    reader: Reader | None = None  # of a pass that has not come to its end
+    number: int = 0  # of loaders before it
+
+    @property
+    def is_read(self) -> bool:
+        """A pass over it has begun, and not come to its end."""
+        return self.reader is not None or (self.position is not None and self.position[1] >= 0)
 
 
 @final
@@ -22,9 +39,11 @@ class Planner:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._window: weakref.ref[Window] | None = None  # the last one
-        self.feed: Ahead | None = None  # of the current loop over windows(), or of the last one that was left
         self._left: list[tuple[Callable[[], Any], Reader]] = []  # iterators that were left, with what was drawn of them
-        self.position: Position | None = None  # from a loaded state, for the next loader
+        self._places: list[Place] = []  # of the loaders that tell their state, by their first windows()
+        self._num_loaders = 0  # that had a place so far
+        self._begins_anew = False  # a state was taken between two loops, so the next new loader is the first
+        self._is_between = True  # no loop over windows() has windows left
         _guard_steps(self)
 
     @property
@@ -36,7 +55,8 @@ class Planner:
         """The state of a deep copy with model and optimizer: `copy.deepcopy((model, optimizer, accumulator))`."""
         if self.window is not None:
             refuse_copy(self.window)
-        return {**self.__dict__, "_window": None}
+        places = [Place(None, position) for position in self.positions()]
+        return {**self.__dict__, "_window": None, "_places": places}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -48,15 +68,20 @@ class Planner:
         found = draw(self.job, make, self.job.index, manner)
         return self._window_of(found, self.job.engine.peers.plan(found.report), manner)
 
-    def _plan_from(self, feed: Ahead) -> Window:
-        self._begin()
+    def _plan_from(self, feed: Ahead, place: Place | None) -> Window:
+        before = self.job.start
+        self._begin(place)
         found, reports = feed.draw(self.job.index)
         window = self._window_of(found, reports, LOOP, feed.pace)
-        feed.accept(found, ahead=not window.plan.no_more_after and not window.plan.epoch_over)
+        self._is_between = window.plan.no_more_after or window.plan.epoch_over
+        feed.accept(found, ahead=not self._is_between)
+        if window.plan.epoch_over:
+            self.job.start = before
         return window
 
-    def _begin(self) -> None:
+    def _begin(self, place: Place | None = None) -> None:
         self.make_way()
+        self.job.start = Start(place=place)
         for one in self.job.adapters:
             one.begin()
 
@@ -121,53 +146,114 @@ class Planner:
 
     def windows(self, loader: Any, *, ahead: bool) -> Generator[Window]:
         job = self.job
-        reader = self._reader_of(loader)
+        reader, place = self._reader_of(loader)
         communicates = any(one.communicates(loader) for one in job.adapters)
-        feed = self.feed = Ahead(job, reader, ahead=ahead, communicates=communicates)
-        was_left = False
+        feed = Ahead(job, reader, ahead=ahead, communicates=communicates)
         try:
             while True:
-                window = self._plan_from(feed)
-                feed.window = self._window
+                if place is not None:
+                    self._join(place)
+                window = self._plan_from(feed, place)
                 if window.plan.epoch_over:
-                    return
+                    break
                 try:
                     yield window
                 except GeneratorExit:
-                    window.may_be_dropped = was_left = True
+                    window.may_be_dropped = True
                     job.lacks_step = job.lacks_step and self.window is not window
                     raise
                 if window.plan.no_more_after:
                     if self.window is window:  # unless the caller has planned another
                         self.make_way()  # otherwise a step() forgotten on the last window would go unnoticed
-                    return
+                    break
+            if place is not None:
+                place.position, place.reader = reader.end(), None
         finally:
             if feed.leave():
                 left = held(loader)
                 if not isinstance(left, weakref.ref):  # of strong references, only the last is kept
                     self._left = [one for one in self._left if isinstance(one[0], weakref.ref)]
                 self._left.append((left, reader))
-            if self.feed is feed and not (was_left and reader.tells_state):  # unless a state taken now needs it
-                self.feed = None
 
-    def continues(self, loader: Any) -> bool:
-        """Tells whether the next loop over this iterator goes on with one that was left."""
-        return any(of() is loader for of, _ in self._left)
+    def may_be_empty(self, loader: Any) -> bool:
+        """Tells whether this loader has a reason to yield nothing: it was left before, or a state was just loaded."""
+        was_loaded = self.job.random is not None and self.job.random.loaded is not None
+        return was_loaded or any(of() is loader for of, _ in self._left)
 
-    def _reader_of(self, loader: Any) -> Reader:
+    def _reader_of(self, loader: Any) -> tuple[Reader, Place | None]:
         """The reader of an iterator that was left before, or a new one, at the position of a loaded state if any."""
         readers = [reader for of, reader in self._left if of() is loader]
         self._left = [one for one in self._left if one[0]() is not None and one[0]() is not loader]
-        for reader in readers:
-            reader.resume(loader)
-            return reader
         tells_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         tells_state = tells_state and all(one.tells_state(loader) for one in self.job.adapters)
-        position, self.position = self.position, None
-        if position is not None and not tells_state:
+        place = position = None
+        if tells_state:
+            place = next((place for place in self._places if place.loader and place.loader() is loader), None)
+            if place is None:
+                place, self._num_loaders = Place(held(loader), number=self._num_loaders), self._num_loaders + 1
+            self._join(place)
+            position = place.position if place.loads else None
+            place.loads = position is not None and position[1] == END
+            if place.loads:
+                self.job.once(
+                    "over",
+                    "windows() yields nothing: the state was taken in a pass over a later loader, when the one over "
+                    "this loader was over; loaders are told apart by their order, so begin with the first of them",
+                )
+        elif any(place.loader is None for place in self._places):
             self.job.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")
-            position = None
-        return Reader(loader, position, tells_state=tells_state)
+        if readers:
+            reader = readers[0]
+            reader.resume(loader)
+        else:
+            opens = {} if self.job.random is None else {"before_opening": self.job.random.open}
+            reader = Reader(loader, position, tells_state=tells_state, **opens)
+        if place is not None:
+            place.reader = reader
+        return reader, place
+
+    def _join(self, place: Place) -> None:
+        """Puts a loader in its place in the order of windows(): that of a loaded state, or after all others."""
+        places = self._places
+        waiting = next((other for other in places if other.loader is None), None)
+        if place in places:
+            pass
+        elif waiting is not None:
+            places[places.index(waiting)] = place
+            if place.reader is None:
+                place.position, place.loads = waiting.position, True
+        elif place.reader is not None:  # its loop goes on after another had begun the order anew
+            places.insert(sum(other.number < place.number for other in places), place)
+        else:
+            if self._begins_anew or any(other.reader for other in places):
+                places.clear()
+            places.append(place)
+        self._begins_anew = False
+
+    def is_between(self) -> bool:
+        """Returns whether a job that resumes begins with a loop over windows()."""
+        random = self.job.random
+        return random.is_between if random.loaded is not None else self._is_between and self.job.start is None
+
+    def positions(self) -> list[Position | None]:
+        """The position of each loader that tells its state, in order, where the next update begins."""
+        start, positions, is_later_read = self.job.start, list[Position | None](), False
+        if start is None and not any(place.is_read for place in self._places):
+            self._begins_anew = True
+        for place in reversed(self._places):
+            position = place.position
+            if start is not None and start.place is place:
+                position, is_later_read = start.position, True
+            elif place.reader is not None:
+                position, is_later_read = place.reader.position(), True
+            elif is_later_read and position is not None:
+                position = position[0], END
+            is_later_read = is_later_read or place.is_read
+            positions.insert(0, position)
+        return positions
+
+    def load(self, positions: list[Position | None]) -> None:
+        self._places = [Place(None, position) for position in positions]
 
 
 def _guard_steps(planner: Planner) -> None:
@@ -177,7 +263,7 @@ def _guard_steps(planner: Planner) -> None:
     def refuse(*_: object) -> None:
         found = this()
         window = found and found.window
-        if window is not None and window.stage in (Stage.RUNNING, Stage.COMPLETE):
+        if window is not None and window.stage in (Stage.RUNNING, Stage.COMPLETE) and not window.may_be_dropped:
             raise DistaccumError(
                 "optimizer.step() before the window's own: the gradients in it belong to the window; call "
                 "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
@@ -198,7 +284,7 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
         self._windows = planner.windows(loader, ahead=ahead)  # a generator without a reference to this object
 
     def __next__(self) -> Window[Batch]:
-        begins, self._begins = self._begins and not self._planner.continues(self._loader), False
+        begins, self._begins = self._begins and not self._planner.may_be_empty(self._loader), False
         try:
             return next(self._windows)
         except StopIteration:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from typing import Any, Generic, TypeVar, final
@@ -17,7 +18,7 @@ from .cutting import Batch, fresh
 from .engines.base import look_at
 from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
-from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper
+from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Start, Tamper
 from .law import DistaccumError, Plan, Reduction, plural
 from .losses import Losses, Record
 from .norms import EPSILON, clip
@@ -71,6 +72,7 @@ class Window(Generic[Batch]):
         self._job, self._engine, self._num_own = job, job.engine, len(found.micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
         self._pace = pace  # draws part of the next window
+        self._start = job.start or Start()
         self._is_heard = False  # extensions were told of its beginning, but not of its end
         self._is_first = True  # no backward has ended yet
         self._has_stepped = False  # the weights have moved
@@ -141,6 +143,7 @@ class Window(Generic[Batch]):
                 give_up(self, TAMPERED)
             if not self.plan.is_empty:
                 self._finish()
+            self._start.may_be_stepped = not self._job.steps
             self.stage, self._job.lacks_step = Stage.COMPLETE, not self.plan.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
@@ -162,7 +165,7 @@ class Window(Generic[Batch]):
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
             if not self.plan.is_empty:
                 if job.random is not None:
-                    job.random.begin()
+                    self._start.random = job.random.begin()
                 if engine.stale(self.parameters):
                     guard.clear_stale(engine, self.parameters, job.once)
                 engine.begin(self.plan, self.parameters)
@@ -310,7 +313,7 @@ class Window(Generic[Batch]):
             raise DistaccumError(
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
-        job = self._job
+        job, skipped = self._job, self._job.skipped
         job.lacks_step = False
         due = job.schedules_due() if job.schedulers else []
         if job.steps and any(all(one.grad is None for one in group) for group in self._final):
@@ -319,19 +322,19 @@ class Window(Generic[Batch]):
             reason, record = self._step()
             if reason is None and self._engine.lockstep:
                 job.substitute = self.substitute
-            job.skipped = 0 if reason is None else job.skipped + 1
+            self._move_on(skipped=0 if reason is None else skipped + 1)
             self._close(Stage.STEPPED)
-            job.index += 1
             for one in job.adapters:
                 one.after_step(reason is None)
             if due and reason is None:
                 job.step_schedules(due)
         except BaseException:
             if not self._has_stepped:
+                job.index, job.skipped, job.start = self.index, skipped, self._start
                 self.discard()  # the gradient may be half unscaled or half clipped
                 raise
             # Ctrl-C or a lost rank after the weights moved: the index, scaler and schedules must move along.
-            job.index = self.index + 1
+            self._move_on()
             self._close(Stage.STEPPED)
             if job.scaler is not None:
                 job.scaler.update(job.scaler.get_scale())  # the same; forgets what was unscaled
@@ -376,8 +379,11 @@ class Window(Generic[Batch]):
             most = None if "clip" in engine.owns else config.max_norm
             if norm is not None and most is not None and read + EPSILON > most and not math.isinf(most):
                 clip([p.grad for p in stepped if p.grad is not None], most, norm)
-            self.stage = Stage.STEPPING
-            reason = engine.step(job.optimizers)
+            self.stage, self._start.may_be_stepped = Stage.STEPPING, not job.optimizers
+            with ExitStack() as hooks:  # the last before the weights move, so that hooks after it find the next update
+                for optimizer in job.with_hooks:
+                    hooks.enter_context(optimizer.register_step_pre_hook(self._move_on))
+                reason = engine.step(job.optimizers)
             self._has_stepped = reason is None
             if "norm" in engine.owns:  # the engine judged the gradient as it stepped
                 norm = None if config.max_norm is None else engine.norm(stepped)
@@ -385,10 +391,17 @@ class Window(Generic[Batch]):
                     guard.judge_loss(self, engine, record, config.on_nonfinite)
                     if config.on_nonfinite == "raise" and "scale" not in engine.owns:
                         guard.judge(self, engine, "gradient", "raise")
-        if scaler is not None:
+        if scaler is not None and reason is not None:
             scaler.update()
         record.norm, record.read = None if config.max_norm is None else norm, read
         return reason, record
+
+    def _move_on(self, *_: object, skipped: int = 0) -> None:
+        """Makes the next update the one at which a job resumes; calling it again does no harm."""
+        job = self._job
+        if job.scaler is not None and job.optimizers and not skipped and job.index == self.index:
+            job.scaler.update()
+        job.index, job.skipped, job.start = self.index + 1, skipped, None
 
     # The end
 
@@ -406,7 +419,7 @@ class Window(Generic[Batch]):
         self.stage, self.turn, self.stand_in = stage, DONE, False
         if stage is Stage.STEPPED:
             self._engine.clear(self.parameters)
-        self.micros, self.substitute, self.at_work = [], None, None
+        self.micros, self.substitute, self.at_work, self._start.may_be_stepped = [], None, None, False
         self.losses.clear()
         self._tamper.clear()
         self._job.holds_gradients = False

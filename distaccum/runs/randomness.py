@@ -23,21 +23,35 @@ class RandomNumbers:
     def __init__(self, models: Sequence[nn.Module], once: Once) -> None:
         self._models, self._once = models, once
         self.loaded: dict[str, Any] | None = None  # from a checkpoint, until a window begins
-        self.at_start: dict[str, Any] = {}  # of the last window
+        self.is_between = True  # the loaded numbers are those before the next loader is opened
+        self._is_put_back = False
+        self._at_start: dict[str, Any] = {}  # of the last window
         self._devices: list[torch.device] | None = None
 
-    def begin(self) -> None:
+    def load(self, numbers: dict[str, Any] | None, *, is_between: bool) -> None:
+        self.loaded, self.is_between, self._is_put_back = numbers, is_between, False
+
+    def open(self) -> None:
+        """Called before a loader is opened, which may draw numbers: those of a state between two loops come first."""
+        if self.loaded is not None and self.is_between:
+            self._set(self.loaded)
+            self._is_put_back = True
+
+    def begin(self) -> dict[str, Any]:
         """Called as a window begins, before its first forward; its data are drawn, which may have drawn numbers too."""
         self.put_back()
         if self._devices is None:  # looked up once: a large model has thousands of tensors
             self._devices = random_devices(self._models)
-        self.at_start = random_state(self._devices, self.at_start)
+        self._at_start = random_state(self._devices, self._at_start)
+        return self._at_start
 
     def put_back(self) -> None:
         """Sets the random numbers of a loaded state, once."""
         loaded, self.loaded = self.loaded, None
-        if loaded is None:
-            return
+        if loaded is not None and not self._is_put_back:
+            self._set(loaded)
+
+    def _set(self, loaded: dict[str, Any]) -> None:
         devices, found = list(map(str, random_devices(self._models))), loaded["devices"]
         if [torch.device(name).type for name in devices] != [torch.device(name).type for name in found]:
             self._once(
@@ -50,7 +64,9 @@ class RandomNumbers:
 
     def now(self) -> dict[str, Any]:
         """The random numbers that a window would have if it began now."""
-        return random_state(random_devices(self._models)) if self.loaded is None else self.loaded
+        if self.loaded is None or self._is_put_back:
+            return random_state(random_devices(self._models))
+        return self.loaded
 
 
 def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import weakref
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -14,15 +13,15 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from ..extension import KEYS
-from ..feed import Position
-from ..guard import OPEN, OVER, Stage
+from ..guard import OPEN
 from ..job import Job
 from ..law import DistaccumError, in_short, warn, whole_number
 from ..planner import Planner
 from .randomness import check_random_state
 from .sizes import fit_of
 
-Own = tuple[dict[str, Any] | None, Position | None]  # a rank's random numbers, and its loader's position
+Own = dict[str, Any]  # a rank's part
+NOTHING: Own = {"random": None, "is_between": True, "loaders": []}
 OF_STATE = "; give what state_dict() gave, of this version"
 
 
@@ -65,10 +64,13 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
         if one.key:
             one.load(state.get(one.key))
 
+    if planner.window is not None:
+        planner.window.discard()  # it may be planned
     planner.forget(warns=False)
     job.epochs.clear()  # schedules are loaded too
-    job.random.loaded, planner.position = own
-    job.index, job.skipped = index, skipped
+    job.random.load(own["random"], is_between=own["is_between"])
+    planner.load(own["loaders"])
+    job.index, job.skipped, job.start = index, skipped, None
     job.fit = learned
     if job.scaler is not None:
         job.scaler.load_state_dict(state["scaler"])
@@ -80,18 +82,15 @@ def _world_size(job: Job) -> int:
 
 
 def _part_of(planner: Planner) -> Own:
-    """This rank's random numbers and its loader's position: at the start of an open window, or now."""
-    job, window, feed = planner.job, planner.window, planner.feed
-    if window is not None and window.stage is Stage.COMPLETE and not job.steps:
+    """This rank's random numbers and its loaders' positions where the next update begins."""
+    job, start = planner.job, planner.job.start
+    if start is not None and start.may_be_stepped:
         raise DistaccumError(
             "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
             "been stepped already; take it after window.step()"
         )
-    random = job.random.at_start if window is not None and window.stage in OPEN else job.random.now()
-    if feed is None:
-        return random, planner.position
-    is_of_window = window is not None and window.stage not in OVER and feed.window == weakref.ref(window)
-    return random, feed.at_start if is_of_window else feed.reader.position()
+    random = start.random if start is not None and start.random is not None else job.random.now()
+    return {"random": random, "is_between": planner.is_between(), "loaders": planner.positions()}
 
 
 def _pack_part(own: Own) -> bytes:
@@ -100,11 +99,10 @@ def _pack_part(own: Own) -> bytes:
     `torch.distributed.checkpoint` loads only entries that a fresh state also has, and a fresh state cannot have entries
     that are not known yet.
     """
-    random, position = own
     box = io.BytesIO()
     try:
-        torch.save({"random": random, "loader": position}, box)
-        if position is not None:  # fail now, not in the job that wants to resume
+        torch.save(own, box)
+        if own["loaders"]:  # fail now, not in the job that wants to resume
             torch.load(io.BytesIO(box.getvalue()), weights_only=True)
     except Exception as error:
         held = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -121,15 +119,15 @@ def _pack_part(own: Own) -> bytes:
 def _unpack_part(packed: bytes) -> Own:
     try:
         box = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-        random, loader = box["random"], box["loader"]
-        check_random_state(random)
+        own = {name: box[name] for name in NOTHING}
+        check_random_state(own["random"])
     except Exception as error:
         # torch's own text advises loading without weights_only, which would run code in the file.
         raise ValueError(
             f"the part of this rank in the state cannot be read ({type(error).__name__}): it is cut off, or of another "
             "program or version; take another checkpoint"
         ) from None
-    return random, loader
+    return own
 
 
 def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
@@ -141,10 +139,10 @@ def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
             f"the state is of {saved} ranks and this job has {ranks}: the positions of loaders and the random numbers "
             "are left out",
         )
-        return None, None
+        return NOTHING
     if f"rank {rank}" in state:
         return _unpack_part(state[f"rank {rank}"])
-    if any(_unpack_part(part)[1] is not None for name, part in state.items() if name.startswith("rank ")):
+    if any(_unpack_part(part)["loaders"] for name, part in state.items() if name.startswith("rank ")):
         raise DistaccumError(
             f"the state was taken on another rank and has no loader's position for rank {rank}; save and load the "
             "state_dict() of every rank"
@@ -153,7 +151,7 @@ def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
         f"the state has no part for rank {rank}: its random numbers are left out; save and load the state_dict() of "
         "every rank"
     )
-    return None, None
+    return NOTHING
 
 
 def _refuse_broken_scaler(state: Mapping[str, Any], scaler: GradScaler) -> None:

@@ -1,0 +1,279 @@
+"""state_dict() at each place, over each kind of loader: a job that resumes ends with the bits of one that went on."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from distaccum import Accumulator
+from tests.support.ranks import may_have_children
+from tests.support.windows import run_window
+
+STEPS, EPOCHS = 2, 3
+BEFORE, IN_LOOP, EDGE, STEPPED, EPOCH = (
+    "before its loop",
+    "in its loop",
+    "after its loop",
+    "after step()",
+    "after windows()",
+)
+PRE, POST, SCHEDULE = "before the optimizer's step", "after the optimizer's step", "in the schedule's step"
+THERE, RELOADED, SAME = "there", "there, and loaded and taken again", "there, and loaded into the same job"
+CAUGHT, AFTER, HELD = "in except", "after except", "after except, with the traceback held"
+BREAK, BREAK_HELD = "after break", "after break, with the window held"
+# The place where the job stops, and where its state is taken.
+EVERYWHERE = [(place, THERE) for place in (BEFORE, IN_LOOP, EDGE, STEPPED, EPOCH, PRE, POST, SCHEDULE)]
+EVERYWHERE += itertools.product((BEFORE, IN_LOOP, EDGE, STEPPED), (CAUGHT, AFTER, HELD, BREAK, BREAK_HELD))
+EVERYWHERE += itertools.product((IN_LOOP, STEPPED, EPOCH), (RELOADED, SAME))
+SOMEWHERE = [(EPOCH, THERE), (IN_LOOP, HELD), (EDGE, AFTER), (POST, THERE), (STEPPED, BREAK)]
+
+
+class Shuffling:
+    """Orders each pass anew, as its state says; at a pass's end it stands there until it is iterated again."""
+
+    def __init__(self, items: list[torch.Tensor]) -> None:
+        self.items, self.passes, self.place, self.is_loaded = items, 0, len(items), False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes, self.place, self.is_loaded = state["passes"], state["place"], True
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.is_loaded:
+            self.passes, self.place = self.passes + 1, 0
+        self.is_loaded = False
+        order = torch.randperm(len(self.items), generator=torch.Generator().manual_seed(self.passes)).tolist()
+        while self.place < len(self.items):
+            self.place += 1
+            yield self.items[order[self.place - 1]]
+
+
+def stateful(items: list[torch.Tensor], workers: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+
+    # A generator that sampler and loader share (shuffle=True) is not put back as it was, also without this library.
+    order = RandomSampler(items, generator=torch.Generator().manual_seed(21))
+    return StatefulDataLoader(items, 1, sampler=order, num_workers=workers, collate_fn=torch.cat)
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Job:
+    """A model with dropout, trained over one loader or two in turn, that stops at a place of an update."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(5)
+        self.kind, self.rank = kind, dist.get_rank() if dist.is_initialized() else 0
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+        self.model = DistributedDataParallel(self.net) if dist.is_initialized() else self.net
+        self.stop: Any = None  # the place, the update, and where the state is taken
+        self.saved: Any = None
+        self.held: Any = None
+        self.done = 0
+        self.has_left = False
+        optimizer = SGD(self.net.parameters(), lr=0.1)
+        schedule = LambdaLR(optimizer, lambda _: float(not self.visit(SCHEDULE)))
+        self.accumulator = Accumulator(self.model, optimizer, steps=STEPS, scheduler=schedule)
+        optimizer.register_step_pre_hook(lambda *_: self.visit(PRE) or None)
+        optimizer.register_step_post_hook(lambda *_: self.visit(POST) or None)
+        self.loaders = [self.loader(which) for which in range(2 if "two" in kind else 1)]
+        self.lengths = [3, 3 if dist.is_initialized() else 2][: len(self.loaders)]  # in updates
+        torch.manual_seed(7 + self.rank)
+
+    def loader(self, which: int) -> Any:
+        """Of five micro-batches on one rank, and of three on the other."""
+        items = list(torch.randn(5 if which == self.rank else 3, 2, 3).double())
+        if "torchdata" in self.kind:
+            return stateful(items, int(self.kind.split()[1]))
+        return Shuffling(items) if "own" in self.kind else items
+
+    def rest(self, which: int) -> Any:
+        """The loader or, if it has no position, what the updates so far have left of it."""
+        if not isinstance(items := self.loaders[which], list):
+            return items
+        done = self.accumulator.index % sum(self.lengths) - sum(self.lengths[:which])
+        return (iter if "iterator" in self.kind else list)(items[max(done, 0) * STEPS :])
+
+    def visit(self, place: str) -> bool:
+        """Saves or raises if the job stops here; returns True if it shall break."""
+        if self.stop is None or self.stop[0] != place or self.done < self.stop[1]:
+            return False
+        how, self.stop = self.stop[2], None
+        if how in (THERE, RELOADED, SAME):
+            self.save()
+        self.has_left = how in (BREAK, BREAK_HELD)
+        if not self.has_left:
+            raise StoppedError
+        return True
+
+    def save(self) -> None:
+        self.saved = copy.deepcopy((self.net.state_dict(), self.accumulator.state_dict()))
+
+    def load(self, saved: Any) -> None:
+        self.net.load_state_dict(saved[0])
+        self.accumulator.load_state_dict(saved[1])
+
+    def go_through(self, loader: Any) -> None:
+        for window in self.accumulator.windows(loader):
+            if self.stop is not None and self.stop[2] == BREAK_HELD:
+                self.held = window
+            if self.visit(BEFORE):
+                return
+            for i, x in enumerate(window):
+                if i == 0 and self.visit(IN_LOOP):
+                    return
+                window.backward(self.model(x).square().mean())
+            if self.visit(EDGE):
+                return
+            window.step()
+            if self.visit(STEPPED):
+                return
+            self.done += 1
+
+    def run(self) -> None:
+        while self.accumulator.index < EPOCHS * sum(self.lengths):
+            for which in range(len(self.loaders)):
+                self.go_through(self.rest(which))
+                if self.has_left:
+                    return
+            self.visit(EPOCH)
+
+    def stopped(self, place: str, update: int, how: str) -> Any:
+        """The saved weights and state."""
+        self.stop = place, update, how
+        try:
+            self.run()
+        except StoppedError as error:
+            if how == CAUGHT:
+                self.save()
+            elif how == HELD:
+                self.held = error
+        if self.saved is None:
+            self.save()
+        return self.saved
+
+
+def wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
+    """The places and updates from which a job that resumes ends with other weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchdata, and that a loader was read to its end
+        return _wrong(kind, cells, updates)
+
+
+def _wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
+    if "torchdata" in kind and dist.is_initialized():
+        may_have_children()
+    whole = Job(kind)
+    whole.run()
+    bad = []
+    for (place, how), update in itertools.product(cells, updates):
+        job = Job(kind)
+        saved = job.stopped(place, update, how)
+        if how != SAME:
+            job = Job(kind)
+        torch.manual_seed(99)
+        job.load(saved)
+        if how == RELOADED:
+            job.save()
+            job, again = Job(kind), job.saved
+            job.load(again)
+        job.run()
+        if not all(map(torch.equal, job.net.parameters(), whole.net.parameters())):
+            bad.append((place, how, update))
+    return bad
+
+
+# By kind of loader: the cells and the updates in which the job stops, on one process and on two uneven ranks.
+CELLS = {
+    "own": (EVERYWHERE, (1, 2, 3), SOMEWHERE, (1, 3)),
+    "own, two in turn": (EVERYWHERE, (2, 3, 4), SOMEWHERE[1:2], (4,)),
+    "plain": (EVERYWHERE, (1, 2), SOMEWHERE[1:2], (1,)),
+    "iterator": (SOMEWHERE, (1, 2), [], ()),
+    "torchdata 0": (EVERYWHERE, (1, 3), SOMEWHERE[:1], (1,)),
+    "torchdata 0 two in turn": (SOMEWHERE, (3, 4), [], ()),
+    "torchdata 1": (SOMEWHERE[:2], (3,), [], ()),
+    "torchdata 2": (SOMEWHERE[1:2], (1,), [], ()),
+}
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_state_at_any_place_resumes_to_the_same_bits(ranks, kind):
+    if "torchdata" in kind:
+        pytest.importorskip("torchdata")
+    alone, updates, of_ranks, their_updates = CELLS[kind]
+    assert wrong(kind, alone, updates) == []
+    assert not of_ranks or ranks(2).run(wrong, kind, of_ranks, their_updates) == [[], []]
+
+
+def weight_and_accumulator(**options: Any) -> tuple[nn.Module, SGD, Accumulator]:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return model, optimizer, Accumulator(model, optimizer, steps=2, **options)
+
+
+def test_window_that_was_left_does_not_keep_another_accumulator_from_its_step():
+    model, optimizer, first = weight_and_accumulator()
+    for left in first.windows([torch.ones(1, 1)] * 2):
+        run_window(left, model)
+        break
+    second = Accumulator(model, optimizer, steps=2)
+    with pytest.warns(UserWarning, match="gradients that stood before the window"):
+        run_window(window := second.window([torch.ones(1, 1)] * 2), model)
+    assert window.step().stepped and "complete" in repr(left)
+
+
+def test_state_in_a_hook_has_the_scale_of_the_next_update():
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    model, optimizer, accumulator = weight_and_accumulator(scaler=scaler)
+    states: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: states.append(accumulator.state_dict()))
+    run_window(accumulator.window([torch.ones(1, 1)]), model).step()
+    assert states[0]["scaler"] == accumulator.state_dict()["scaler"] == {**states[0]["scaler"], "scale": 16.0}
+
+
+@pytest.mark.parametrize("what", ["loader", "count"])
+def test_state_after_an_error_in_planning_begins_with_that_window(what):
+    class Broken(Shuffling):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for number, item in enumerate(super().__iter__()):
+                if what == "loader" and number == 2:
+                    raise OSError("the disk is gone")
+                yield item
+
+    items = [torch.full((1, 1), float(i)) for i in range(6)]
+    calls = itertools.count(1)
+    count = (lambda _: -1 if next(calls) == 3 else 1) if what == "count" else (lambda _: 1)
+    model, _, accumulator = weight_and_accumulator(count=count)
+    with pytest.raises((OSError, ValueError), match=r"the disk is gone|count gave -1"):
+        for window in accumulator.windows(Broken(items)):
+            run_window(window, model).step()
+    state = accumulator.state_dict()
+    model, _, accumulator = weight_and_accumulator()
+    accumulator.load_state_dict(state)
+    seen = [int(x) for window in accumulator.windows(Shuffling(items)) for x in run_and_step(window, model)]
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(1)).tolist()
+    assert seen == order[2:]
+
+
+def run_and_step(window: Any, model: nn.Module) -> list[torch.Tensor]:
+    seen = []
+    for x in window:
+        seen.append(x)
+        window.backward(model(x).mean())
+    window.step()
+    return seen
