@@ -409,6 +409,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         failed=error is not None,
         agrees=manner.agrees,
         reduce_afterwards=by_hand or engine.pipeline is not None,
+        changed=not peers.is_alone and job.compared != job.trainable(),
         largest=largest,
         largest_sample=width,
         fingerprint=fingerprint,

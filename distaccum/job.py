@@ -99,6 +99,7 @@ class Job(Prepared):
         self.trained: list[nn.Parameter] = []  # of the optimizers, each once
         self.groups: list[Sequence[nn.Parameter]] = []  # of each optimizer; without one, of the models
         self._owned: list[int] | None = None  # ids of the optimizers' parameters when last looked at
+        self.compared: list[tuple[int, bool]] | None = None  # `trainable` when agreement.py last compared ranks
         self.parameters()
         self._refuse_steps()
         self._refuse(config)
@@ -148,6 +149,10 @@ class Job(Prepared):
             self.trained = unique(p for group in groups for p in group)
             self._every = unique([*self._models_parameters, *self.trained])
         return self._every if owned else self.engine.parameters()
+
+    def trainable(self) -> list[tuple[int, bool]]:
+        """The ids of all parameters, and whether each is trained."""
+        return [(id(parameter), parameter.requires_grad) for parameter in self.parameters()]
 
     def stepped(self) -> list[nn.Parameter]:
         """The optimizers' parameters, or all of the models' if the caller steps."""

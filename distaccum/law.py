@@ -158,6 +158,7 @@ class RankReport(NamedTuple):
     failed: bool  # this rank could not draw or count, and will raise
     agrees: bool  # update() runs the window: ranks agree before they reduce
     reduce_afterwards: bool  # no backward may reduce: it is not known yet whether all ranks succeed
+    changed: bool  # its parameters are others than those that ranks compared
     largest: int  # samples in the largest micro-batch, if a batch was cut
     largest_sample: int  # numbers in its largest sample
     fingerprint: int  # of the first micro-batch, if other ranks have the same samples; otherwise 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, final
 
+from .agreement import compare
 from .cutting import Batch
 from .feed import END, Ahead, Draw, Make, Pace, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
@@ -84,6 +85,8 @@ class Planner:
         self.job.start = Start(place=place)
         for one in self.job.adapters:
             one.begin()
+        if self.job.compared is None:  # before the first plan, whose rows have as many counts as ranks have names
+            compare(self.job)
 
     def _window_of(self, found: Draw, reports: Reports, manner: Manner, pace: Pace | None = None) -> Window:
         """Makes the window from the reports of all ranks; raises on all of them if one failed."""
@@ -92,6 +95,8 @@ class Planner:
             failed = engine.peers.gather_objects(found.error and in_short(found.error), everyone=True)
             why = "rank {ranks} could not plan this window ({why}); no gradient was touched"
             all_or_none(failed, found.take_error(), why)
+        if any(one.changed for one in reports):
+            compare(job)
         names = tuple(SUM if manner.is_sum else job.config.reductions)
         plan = Plan(names, engine.peers.combine(reports, job.config.counts.values()))
         if not plan.is_empty:

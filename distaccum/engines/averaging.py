@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..law import DistaccumError, shorten
-from ..norms import local, names_of
+from ..norms import local
 from .base import Engine
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
@@ -33,11 +32,6 @@ def average(
         return
     everyone: Any = engine.peers.group
     groups = [everyone if copies_of is None else copies_of(one) for one in parameters]
-    if len(parameters) > engine.num_compared:  # values are compared once
-        # Parts that happen to be equal (biases of zeros) cannot be told from copies.
-        several = zip(parameters, groups, strict=True)
-        _refuse_other_values(engine, [p for p, of in several if of is everyone and id(p) not in engine.alike])
-        engine.num_compared = len(parameters)
     used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
     kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)
     buckets: list[tuple[Any, list[Tensor]]] = []  # with their groups: the whole gradient is never copied
@@ -79,34 +73,6 @@ def largest(values: Iterable[int], engine: Engine) -> list[int]:
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
     numbers: list[int] = found.tolist()
     return numbers
-
-
-def _refuse_other_values(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
-    """Raises if the values of a trained parameter differ between ranks by more than rounding.
-
-    Sums of unrelated values differ by about their norm; copies may be off by the order of a sum (of sparse rows).
-    Costs one read of the device, and one small collective on the host.
-    """
-    if not parameters:
-        return
-    values: list[Any] = [local(one.detach()) for one in parameters]
-    values = [torch.view_as_real(one) if one.is_complex() else one for one in values]
-    sums = [torch.sum(one, dtype=torch.float64).to(values[0].device) for one in values]
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float64).to(values[0].device) for one in values]
-    above, size = torch.stack([torch.stack(sums), torch.stack(norms)]).cpu()
-    frozen = torch.tensor([not one.requires_grad for one in parameters])  # on this rank
-    found = torch.stack([above.masked_fill(frozen, -torch.inf), (-above).masked_fill(frozen, -torch.inf), size])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
-    above, below, size = found
-    names = names_of(engine.models)
-    differ = zip(parameters, (above + below > 1e-3 * size).tolist(), strict=True)
-    if unlike := [names.get(id(one), f"a parameter of shape {list(one.shape)}") for one, is_so in differ if is_so]:
-        raise DistaccumError(
-            f"{shorten(unlike)} differs between the data-parallel ranks, and {engine.name} does not reduce it, so that "
-            "its gradient would be averaged over different parameters; if each rank has its own (experts), cut it over "
-            "the ranks under fully_shard: distribute_tensor(whole, mesh, [Shard(0)]); if it is one parameter, give it "
-            "the same values on all ranks"
-        )
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

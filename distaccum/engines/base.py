@@ -54,7 +54,6 @@ class Engine:
         divisor (float): The number that the reduction divides by: that of ranks by default; set it to 1 if it sums.
         hides_norm (str | None): Why parameters look whole but are parts, so that the norm cannot be known.
         norm_in (tuple | None): Device and dtype of norms, if those of ranks' parts differ, and more groups to sum over.
-        alike (set[int]): The ids of parameters that the wrapper makes equal on all ranks.
         standing (Callable): Returns the gradient of one of `holders` since the window began. An extension that adds
             gradients up itself replaces it; then no backward may reduce.
         pipeline: The schedule that runs the models; None: the caller runs their forward.
@@ -80,15 +79,22 @@ class Engine:
         self.standing = STANDING
         self.peers = group if isinstance(group, Peers) else Peers(group)
         self.divisor: float = self.peers.num_ranks
-        self.alike: set[int] = set()
         self.hides_norm: str | None = None
         self.norm_in: tuple[torch.device, torch.dtype, Groups] | None = None
         self.pipeline: Any = None
-        self.num_compared = 0  # parameters whose values averaging.py has compared over the ranks
 
     def parameters(self) -> list[nn.Parameter]:
         """The models' parameters, each once: the tensors that hold gradients when a window is complete."""
         return unique(p for model in self.models for p in model.parameters())
+
+    def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
+        """The groups over which each of `parameters` is cut; none: each data-parallel rank has the whole."""
+        return [
+            tuple(p.device_mesh.get_group(i) for i, one in enumerate(p.placements) if not one.is_replicate())
+            if hasattr(p, "to_local") and p.device_mesh.get_coordinate() is not None
+            else ()
+            for p in parameters
+        ]
 
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
         """Removes from `given` what the wrapper steps itself; raises for options that the wrapper cannot follow."""
@@ -129,6 +135,12 @@ class Engine:
     def will_reduce(self, reduce: bool) -> bool:
         """Returns whether a `backward` with this `reduce` communicates (then `update()` votes first)."""
         return False
+
+    def averaged(self, uncovered: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of the parameters that the wrapper does not reduce that may be trained, here or on another rank."""
+        # A parameter outside the models, such as a loss's own, may be frozen here and trained on another rank.
+        inside = {id(p) for p in self.parameters()} if uncovered else set()
+        return [p for p in uncovered if p.requires_grad or id(p) not in inside]
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         """Begins a window for the gradients of `parameters`: from here on, reductions are postponed."""

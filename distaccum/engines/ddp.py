@@ -59,10 +59,9 @@ class DDPEngine(Engine):
         super().__init__(models, sync, group)
         self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
-        self.alike = {id(parameter) for parameter in self._own}
+        self._alike = {id(parameter) for parameter in self._own}
         named = [pair for wrapper in self.wrappers for pair in wrapper.named_parameters()]
-        self._left_out = [(name, parameter) for name, parameter in named if id(parameter) not in self.alike]
-        self._inside = {id(parameter) for parameter in self.parameters()}  # the models
+        self._left_out = [(name, parameter) for name, parameter in named if id(parameter) not in self._alike]
         if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
             self.hides_norm = "over tensor-parallel modules, whose parts it shows as plain tensors"
         self._refuse_dtensors()
@@ -81,7 +80,7 @@ class DDPEngine(Engine):
     def _refuse_dtensors(self) -> None:
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
         for parameter in sharded:
-            is_inside, group = id(parameter) in self.alike, self.wrappers[0].process_group
+            is_inside, group = id(parameter) in self._alike, self.wrappers[0].process_group
             if is_inside or import_module("distaccum.meshes.sharing").lies_over(parameter, group)[0]:
                 where = "inside" if is_inside else "over data-parallel ranks, outside"
                 raise ValueError(
@@ -129,9 +128,7 @@ class DDPEngine(Engine):
             )
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        # A parameter outside the models, such as a loss's own, may be frozen here and trained on another rank.
-        others = [p for p in parameters if id(p) not in self.alike]
-        self._by_hand = [p for p in others if p.requires_grad or id(p) not in self._inside]
+        self._by_hand = self.averaged([p for p in parameters if id(p) not in self._alike])
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
         # If ranks may use different wrappers of several, their backwards would reduce them in different orders.
         may_part = len(self.wrappers) > 1 and self._searching

@@ -132,7 +132,7 @@ class FullyShardEngine(Engine):
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self.show_parameters()  # weights may have changed since they were gathered
-        self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
+        self._by_hand = self.averaged(self._outside(parameters))
         self._cut_over_ranks(self._by_hand)  # including a loss's own
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         whole = plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..engines.base import Engine, Owned, Sync, refuse_left_out_terms, sparse_embeddings, total_norm
+from ..engines.base import Engine, Groups, Owned, Sync, refuse_left_out_terms, sparse_embeddings, total_norm
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
 from ..private import replaced
 from .private import deepspeed as private
@@ -108,6 +108,9 @@ class DeepSpeedEngine(Engine):
             )
         given.optimizers = []  # the engine steps, and its schedule too
         given.schedulers = [one for one in given.schedulers if one is not self._deepspeed.lr_scheduler]
+
+    def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
+        return [(self.peers.group,) if self._stage == 3 and self.peers.group else ()] * len(parameters)
 
     # A window
 

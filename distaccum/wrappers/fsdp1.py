@@ -66,7 +66,7 @@ class FSDPEngine(Engine):
         return reduce
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
+        self._by_hand = self.averaged(self._outside(parameters))
         self._found = [private.reduces(wrapper) for wrapper in self._wrappers]
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
@@ -97,10 +97,15 @@ class FSDPEngine(Engine):
 
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
         """This rank's gradients, by the groups over which they are cut; replicas, which have the same, do not count."""
+        over: dict[Groups, list[Tensor]] = {(self._wrappers[0].process_group,): [], (): []}
+        for parameter, groups in zip(parameters, self.cut_over(parameters), strict=True):
+            if parameter.grad is not None:
+                over[groups].append(parameter.grad)
+        return over
+
+    def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
         sharded = {id(p) for handle in self._handles if handle.uses_sharded_strategy for p in _managed(handle)}
-        gradients = [(p.grad, id(p) in sharded) for p in parameters if p.grad is not None]
-        over, whole = ([one for one, is_cut in gradients if is_cut is wanted] for wanted in (True, False))
-        return {(self._wrappers[0].process_group,): over, (): whole}
+        return [(self._wrappers[0].process_group,) if id(p) in sharded else () for p in parameters]
 
     def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         own = {id(p) for handle in self._handles for p in _managed(handle)}

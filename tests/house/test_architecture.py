@@ -17,7 +17,7 @@ FLOORS = (
     "engines",
     "wrappers meshes",
     "options job",
-    "losses guard",
+    "agreement losses guard",
     "feed update",
     "window",
     "planner extension",

@@ -1,0 +1,142 @@
+"""What must be equal on all ranks: a difference is an error on all of them, before a weight changes."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import ConstantLR, StepLR
+
+from distaccum import Accumulator, Extension, count_samples, count_tokens
+from distaccum.norms import local
+from tests.support.problems import micro_batches_of, trunk
+from tests.support.ranks import mesh_of, on_ranks
+from tests.support.windows import refused, run_window, weights
+
+
+class Quiet(Extension):
+    pass
+
+
+def momentum(model, rank):
+    return {"optimizer": SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)}
+
+
+def kinds(model, rank):
+    return {"optimizer": (SGD, Adam)[rank](model.parameters(), lr=0.1)}
+
+
+def fewer(model, rank):
+    return {"optimizer": SGD(list(model.parameters())[rank:], lr=0.1)}
+
+
+def schedules(model, rank):
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return {"optimizer": optimizer, "scheduler": (ConstantLR, StepLR)[rank](optimizer, 1)}
+
+
+# What an error names, and the options of each rank
+OPTIONS = {
+    "steps (rank 0: 2; rank 1: 3)": lambda rank: {"steps": 2 + rank},
+    "steps (rank 0: 2; rank 1: function)": lambda rank: {"steps": (2, lambda index: 2)[rank]},
+    "max_norm (rank 0: 1.0; rank 1: None)": lambda rank: {"max_norm": (1, None)[rank]},
+    "sync (rank 0: last; rank 1: every)": lambda rank: {"sync": ("last", "every")[rank]},
+    "on_nonfinite (rank 0: skip; rank 1: raise)": lambda rank: {"on_nonfinite": ("skip", "raise")[rank]},
+    "reduction (rank 0: {'samples': 'mean'}; rank 1: {'samples': 'sum'})": lambda rank: {
+        "reduction": ("mean", "sum")[rank]
+    },
+    "reduction (rank 0: {'a': 'mean'}; rank 1: {'a': 'mean', 'b': 'mean'})": lambda rank: {
+        "count": dict.fromkeys("ab"[: rank + 1], count_samples)
+    },
+    "count (rank 0: {'n': 'function'}; rank 1: {'n': 'TokenCount'})": lambda rank: {
+        "count": {"n": (count_samples, count_tokens("x"))[rank]}
+    },
+    "scaler (rank 0: None; rank 1: GradScaler)": lambda rank: {"scaler": (None, torch.amp.GradScaler("cpu"))[rank]},
+    "extensions (rank 0: []; rank 1: ['Quiet'])": lambda rank: {"extensions": [Quiet()] * rank},
+}
+OPTIMIZERS = {
+    "momentum in group 0 of SGD (rank 0: 0.0; rank 1: 0.1)": momentum,
+    "optimizer (rank 0: ['SGD']; rank 1: ['Adam'])": kinds,
+    "the number of parameters in group 0 of SGD (rank 0: 6; rank 1: 5)": fewer,
+    "scheduler (rank 0: ['ConstantLR']; rank 1: ['StepLR'])": schedules,
+}
+
+
+@on_ranks(2)
+def test_settings_that_differ_between_ranks_are_named_on_all_of_them():
+    rank = dist.get_rank()
+    for said, given in [*OPTIONS.items(), *OPTIMIZERS.items()]:
+        model = DistributedDataParallel(trunk())
+        options = given(rank) if said in OPTIONS else given(model, rank)
+        before = weights(model)
+        accumulator = Accumulator(model, options.pop("optimizer", SGD(model.parameters(), lr=0.1)), **options)
+        batches = micro_batches_of([[2, 3]] * 2, 0, rank)
+        seen = refused(accumulator.window, batches)
+        assert seen.startswith(f"DistaccumError: ranks disagree on {said}, expected the same everywhere"), seen
+        assert torch.equal(weights(model), before)
+        assert refused(accumulator.window, batches) == seen, "as long as they differ"
+
+
+def sharded(*given):
+    *shape, model = given
+    return fully_shard(model, mesh=mesh_of(tuple(shape), "replicas", "shards") if shape else None)
+
+
+def flat(*given):
+    *shape, model = given
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if shape else ShardingStrategy.FULL_SHARD,
+        device_mesh=mesh_of(tuple(shape), "replicas", "shards") if shape else None,
+        device_id=torch.device("cpu"),
+    )
+
+
+# By name: how a model is wrapped, and whether rank 3 has copies of what other ranks have
+WRAPPED = {
+    "DDP": (DistributedDataParallel, True),
+    "FSDP2": (sharded, False),
+    "FSDP2 on a hybrid mesh": (partial(sharded, 2, 2), True),
+    "beside FSDP2": (lambda model: nn.ModuleList([sharded(model), nn.Linear(4, 4)]), True),
+    "FSDP1": (flat, False),
+    "FSDP1 on a hybrid mesh": (partial(flat, 2, 2), True),
+}
+
+
+@on_ranks(4)
+def test_copies_of_weights_that_differ_are_refused_and_parts_are_not():
+    for name, (wrap, is_copied) in WRAPPED.items():
+        for change in (0.0, 1e-9, 1.0):
+            model = wrap(trunk())
+            parameter = list(model.parameters())[-1]
+            with torch.no_grad():
+                local(parameter).mul_(1 + change * (dist.get_rank() == 3))
+            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1))
+            said = refused(accumulator.window, micro_batches_of([[1]] * 4, 0, dist.get_rank()))
+            assert (said != "nothing") == (is_copied and change == 1.0), (name, change, said)
+            assert said == "nothing" or " differs between the data-parallel ranks (rank " in said
+
+
+@on_ranks(2)
+def test_parameters_that_are_frozen_on_one_rank_alone_are_named():
+    """On all ranks they may be, also where only one has drawn ahead; and a loss's own where it is not used."""
+    rank, scale = dist.get_rank(), nn.Parameter(torch.ones(()))
+    model = fully_shard(trunk())
+    optimizer = SGD([*model.parameters(), scale], lr=0.1)
+    accumulator = Accumulator(model, optimizer, steps=1)
+    for step, change in enumerate((lambda: None, lambda: scale.requires_grad_(rank == 0))):
+        change()
+        run_window(accumulator.window(micro_batches_of([[2]] * 2, step, rank)), model).step()
+    # Rank 1 has nothing to draw ahead.
+    for window in accumulator.windows(micro_batches_of([[2] * 5, [2]], 2, rank)):
+        run_window(window, model).step()
+        model[0][0].requires_grad_(window.index % 2 == 0)
+    before = weights(model)
+    model[0][2].requires_grad_(rank == 0)
+    said = refused(accumulator.window, [])
+    assert "parameter 2 (rank 0: 0.2.weight of shape [8, 8] in torch.float64; rank 1: 0.2.weight of" in said
+    assert "in torch.float64, frozen)" in said
+    assert torch.equal(weights(model), before)
