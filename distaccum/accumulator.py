@@ -23,6 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .agreement import heard_by_all
 from .cutting import Batch, Count, Names, count_samples
 from .engines import Sync
 from .extension import Extension, join_all
@@ -114,11 +115,12 @@ class Accumulator:
         extensions: Sequence[Extension] = (),
     ) -> None:
         sizes = steps, batch_size, micro_batch_size
-        config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
-        self._config = config
-        job = Job(config, model, optimizer, scheduler, scaler, accelerator)
-        join_all(extensions, job)
-        self._planner = Planner(job)
+        with heard_by_all():
+            config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
+            self._config = config
+            job = Job(config, model, optimizer, scheduler, scaler, accelerator)
+            join_all(extensions, job)
+            self._planner = Planner(job)
 
     def __getstate__(self) -> dict[str, Any]:
         self._planner.__getstate__()  # a shallow copy would not call it

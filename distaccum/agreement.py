@@ -5,7 +5,8 @@ Ranks exchange one row of checksums, once. Only if these differ do they exchange
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import private
 from .job import Job
-from .law import DistaccumError, shorten
+from .law import DistaccumError, LostRanksError, in_short, shorten
 from .norms import local, names_of
+from .ranks import Rows
 
 ROUNDING = 1e-3  # of a norm: copies may be off by the order in which ranks added sparse rows
 Values = dict[str, Any]  # by what an error calls them
@@ -43,7 +46,7 @@ def compare(job: Job) -> None:
     if not peers.is_alone:
         subjects = [*_settings(job), *_weights(job)]
         checksums = [float(crc32(repr(part).encode())) for subject in subjects for part in subject]
-        rows = peers.gather(checksums, everyone=True)
+        rows = _gather_first(job, checksums) if job.compared is None else peers.gather(checksums, everyone=True)
         for i in range(0, len(checksums), 2):
             pairs = {(row[i], row[i + 1]) for row in rows}
             if len(pairs) > len({key for key, _ in pairs}):  # of one key, several values
@@ -51,6 +54,35 @@ def compare(job: Job) -> None:
                 for own in dict.fromkeys(repr(key) for _, key, _ in gathered):
                     _refuse_differences({rank: values for rank, key, values in gathered if repr(key) == own})
     job.compared = job.trainable()
+
+
+@contextmanager
+def heard_by_all() -> Iterator[None]:
+    """Leaves a note if the block, which makes an Accumulator, fails: ranks that wait for this one can tell why."""
+    is_job = dist.is_available() and dist.is_initialized()
+    try:
+        yield
+    except Exception as error:
+        if is_job:
+            private.leave_note(private.FAILED, in_short(error))
+        raise
+    if is_job and private.read_note(private.FAILED, dist.get_rank()):
+        private.leave_note(private.FAILED, "")
+
+
+def _gather_first(job: Job, checksums: Sequence[float]) -> Rows:
+    """Gathers the rows of all ranks, or says which ranks do not come to their first window."""
+    peers = job.engine.peers
+    place = private.sign_in("first window", peers.ranks)
+    try:
+        return peers.gather(checksums, everyone=True)
+    except LostRanksError as error:
+        if absent := private.absent_from(place, peers.ranks):
+            raise LostRanksError(
+                f"rank {peers.global_rank} waited in its first window for {absent}, which did not come to it; make "
+                "the Accumulator and its windows on all ranks, alike, and start all ranks again"
+            ) from error
+        raise
 
 
 def _settings(job: Job) -> Subjects:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -14,11 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .law import DistaccumError
+from .law import DistaccumError, LostRanksError
 
 SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8"}
 FIRST = 10**9  # number of our first group, far from the caller's
-_made: Counter[tuple[int, ...]] = Counter()  # our groups, by their ranks
+FAILED = "failed"  # name of the note that tells why a rank could not make its Accumulator
+NO_STORE = RuntimeError, ValueError, AttributeError  # or it is gone, with the rank that had it
+_places: Counter[tuple[str, tuple[int, ...]]] = (
+    Counter()
+)  # where ranks come together, by what they do there and by the ranks
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -38,14 +43,51 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
     """
     world: Any = dist.distributed_c10d._world
     before = world.group_count
-    world.group_count = FIRST + _made[tuple(ranks)]
-    _made[tuple(ranks)] += 1
+    place = sign_in("group", ranks)
+    world.group_count = FIRST + _places["group", tuple(ranks)]
     try:
         made: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, timeout=timeout)
+    except RuntimeError as error:
+        if absent := absent_from(place, ranks):
+            raise LostRanksError(
+                f"rank {dist.get_rank()} waited {timeout or 'in vain'} for {absent} to make an Accumulator too; make "
+                "it on all ranks of the model's group, alike, and start all ranks again"
+            ) from error
+        raise
     finally:
         world.group_count = before
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def leave_note(name: str, text: str) -> None:
+    """Leaves a text of this rank in the job's store, which others can read when they wait for it in vain."""
+    with suppress(*NO_STORE):
+        dist.distributed_c10d._get_default_store().set(f"distaccum/{name}/{dist.get_rank()}", text)
+
+
+def read_note(name: str, rank: int) -> str | None:
+    """The text that a rank left in the job's store; None if it left none."""
+    store, key = dist.distributed_c10d._get_default_store(), f"distaccum/{name}/{rank}"
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def sign_in(what: str, ranks: Sequence[int]) -> str:
+    """Notes that this rank has come where all of `ranks` shall come; returns the name of the place."""
+    key = what, tuple(ranks)
+    _places[key] += 1
+    place = f"{what} {_places[key]} of {zlib.crc32(repr(key).encode())}"
+    leave_note(place, "")
+    return place
+
+
+def absent_from(place: str, ranks: Sequence[int]) -> str:
+    """The ranks that have not come to a place, with the error that kept them from it; "" if that is unknown."""
+    with suppress(*NO_STORE):
+        absent = [rank for rank in ranks if read_note(place, rank) is None]
+        why = [text for rank in absent if (text := read_note(FAILED, rank))]
+        return f"rank {', '.join(map(str, absent))}{f' ({why[0]})' if why else ''}" if absent else ""
+    return ""
 
 
 def has_step_hooks(optimizer: object) -> bool:

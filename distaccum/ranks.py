@@ -50,6 +50,7 @@ class Peers:
 
     Attributes:
         rank, num_ranks, global_rank (int): The rank in the group, the group's size, and the rank in the whole job.
+        ranks (list[int]): The ranks in the job that take part in updates.
         num_data_ranks (int): Ranks with samples of their own: all of them, except on a mesh (`meshes/ranks.py`).
         is_alone (bool): No other rank takes part in updates.
         shares_samples, has_parts (bool): Ranks outside the group have the same samples; ranks in it, parts of them.
@@ -72,6 +73,7 @@ class Peers:
 
     def plan_with(self, ranks: Sequence[int] | None) -> None:
         """Lets these ranks of the job take part in updates; None: those of the group."""
+        self.ranks = [] if self.group is None else list(ranks or dist.get_process_group_ranks(self.group))
         self._plans = None if self.group is None else own_group(self.group, ranks, use="plans")
         self._everyone = None if self.group is None else own_group(self.group, ranks)
 

@@ -1,19 +1,21 @@
 """What must be equal on all ranks: a difference is an error on all of them, before a weight changes."""
 
+from datetime import timedelta
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import ConstantLR, StepLR
+from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 
 from distaccum import Accumulator, Extension, count_samples, count_tokens
 from distaccum.norms import local
 from tests.support.problems import micro_batches_of, trunk
-from tests.support.ranks import mesh_of, on_ranks
+from tests.support.ranks import Ranks, mesh_of, on_ranks
 from tests.support.windows import refused, run_window, weights
 
 
@@ -104,6 +106,42 @@ WRAPPED = {
     "FSDP1": (flat, False),
     "FSDP1 on a hybrid mesh": (partial(flat, 2, 2), True),
 }
+
+
+def waiting(how, comes_late):
+    """What this rank says: rank 1 alone does not make an Accumulator, fails to, or makes no window."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = DistributedDataParallel(trunk(), process_group=group)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if comes_late:  # the library's own groups are there already
+        Accumulator(model, optimizer)
+    options = {"steps": 0} if how == "fails" else {"scheduler": ReduceLROnPlateau(optimizer)} if how == "late" else {}
+    said = ""
+    if dist.get_rank() == 0:
+        said = refused(lambda: Accumulator(model, optimizer).window([]))
+    elif how != "not made":
+        said = refused(Accumulator, model, optimizer, **options)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "comes_late", "where"),
+    [
+        ("not made", False, "waited 0:00:03 for rank 1 to make an Accumulator too"),
+        ("fails", False, "waited 0:00:03 for rank 1 (ValueError: steps=0, expected a whole number of at least 1; "),
+        ("fails", True, "waited in its first window for rank 1 (ValueError: steps=0, expected a whole number"),
+        ("late", False, "waited in its first window for rank 1 (TypeError: ReduceLROnPlateau needs a metric, "),
+        ("no window", True, "waited in its first window for rank 1, which did not come to it"),
+    ],
+)
+def test_rank_that_does_not_come_is_named_with_the_error_that_kept_it(how, comes_late, where):
+    ranks = Ranks(2)  # of its own, since the group cannot be used any more
+    try:
+        said, _ = ranks.run(waiting, how, comes_late)
+    finally:
+        ranks.stop()
+    assert said.startswith(f"LostRanksError: rank 0 {where}")
 
 
 @on_ranks(4)
