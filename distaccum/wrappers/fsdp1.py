@@ -74,7 +74,8 @@ class FSDPEngine(Engine):
         self.run_backward(tuple(losses), tuple(seeds))
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
-        return [handle.flat_param for handle in self._handles]
+        # A write of torch's own cannot be told from the caller's, so those gradients go unwatched.
+        return [handle.flat_param for handle in self._handles if not private.fills_gaps(handle)]
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return "which flattens parameters together; use fully_shard"

@@ -49,6 +49,17 @@ def test_windows_equal_one_big_batch(name, sync, case):
 EVEN = [[3, 1, 2]] * 4
 
 
+@pytest.mark.parametrize(("name", "sync"), GRID)
+@on_ranks(world_of)
+def test_frozen_part_of_a_trained_layer_changes_nothing(name, sync):
+    """Wrappers that flatten or bucket a layer write to its gradients, between two looks at them."""
+    if name == "FSDP1, flat parameters":
+        return  # torch refuses a part that is frozen
+    run = Run(name, frozen=("body.0.bias", "head.weight"), sync=sync)
+    for index, layout in enumerate(LAYOUTS[:4]):
+        assert max(run.window(layout, index)) <= run.kind.bound
+
+
 def assert_next_are_exact(run: Run) -> None:
     assert max(run.window(EVEN, 2)) <= run.kind.bound
     assert max(run.window([[2], [], [1], [4]], 3)) <= run.kind.bound

@@ -178,15 +178,22 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def freeze(net: Net, names: Sequence[str]) -> Net:
+    for name in names:
+        net.get_parameter(name).requires_grad_(False)
+    return net
+
+
 class Run:
     """A net under one kind of wrapper; each of its windows is compared with the one big batch."""
 
-    def __init__(self, name: str, case: str = "samples mean", **options: Any) -> None:
-        self.kind, self.case = KINDS[name], case
+    def __init__(self, name: str, case: str = "samples mean", frozen: Sequence[str] = (), **options: Any) -> None:
+        self.kind, self.case, self.frozen = KINDS[name], case, frozen
         _, _, reduction, count = CASES[case]
         self.lr = 1 / 32 if reduction == "sum" else 1.0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr, options.get("max_norm"))
+        net = freeze(make_net(self.kind.dtype), frozen)
+        self.model, self.optimizer = self.kind.wrap(net, self.lr, options.get("max_norm"))
         options = {"extensions": self.kind.extensions(), "reduction": reduction, "count": count, **options}
         self.accumulator = Accumulator(self.model, self.optimizer, **options)
 
@@ -206,7 +213,10 @@ class Run:
             window.backward(loss_fn(self.model, {name: micro_batch.pop(name) for name in [*micro_batch]}, how))
             also()
 
-        plain, whole = make_net().double(), everything(layout[: self.world], index, self.kind.dtype)
+        plain, whole = (
+            freeze(make_net(), self.frozen).double(),
+            everything(layout[: self.world], index, self.kind.dtype),
+        )
         of_all = partial(loss_fn, how="mean" if reduction == "sum_to_mean" else how)
         return step_off(self.model, window, plain, whole, of_all, run, clip, self.kind.weights, self.lr, also)
 

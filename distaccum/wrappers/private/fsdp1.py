@@ -37,6 +37,11 @@ def flattened(handle: Any) -> list[Any]:
     return list(getattr(handle.flat_param, "_params", None) or [])
 
 
+def fills_gaps(handle: Any) -> bool:
+    """Returns whether torch's next forward writes zeros into the flat gradient: for original parameters without one."""
+    return handle.flat_param.grad is not None and any(p.grad is None and p.numel() for p in flattened(handle))
+
+
 def flattens_parts(handle: Any) -> bool:
     """Returns whether it was flattened from tensor-parallel parameters; False if the name is missing."""
     return any(cut is not None for cut in getattr(handle.flat_param, "_param_extensions", None) or ())
