@@ -184,9 +184,10 @@ def in_contact() -> Iterator[None]:
         raise
 
 
-def raise_if_lost(error: RuntimeError) -> None:
+def raise_if_lost(error: BaseException) -> None:
     """Raises LostRanksError if `error` is a collective's about a lost rank, not a DistaccumError that quotes one."""
-    if isinstance(error, DistaccumError) or not (dist.is_available() and dist.is_initialized()):
+    is_ours = isinstance(error, DistaccumError) or not isinstance(error, RuntimeError)
+    if is_ours or not (dist.is_available() and dist.is_initialized()):
         return
     if isinstance(error, dist.DistBackendError) or LOST.search(str(error)):
         raise LostRanksError(

@@ -175,8 +175,9 @@ class Window(Generic[Batch]):
             self._is_heard = True
             for hear in self._hooks["begin"]:
                 hear(self)
-        except BaseException:
+        except BaseException as error:
             self.discard()
+            raise_if_lost(error)
             raise
 
     def backward(self, loss: Tensor | None = None, **named: Tensor | None) -> None:
@@ -221,8 +222,7 @@ class Window(Generic[Batch]):
             outputs = call(*given)
         except RuntimeError as error:
             guard.refuse_freed_graph(self, error)
-            if self._engine.lockstep or self._engine.will_reduce(may_reduce):
-                raise_if_lost(error)
+            raise_if_lost(error)
             raise
         for heard in self._hooks["after_backward"]:
             heard(self)
@@ -328,10 +328,11 @@ class Window(Generic[Batch]):
                 one.after_step(reason is None)
             if due and reason is None:
                 job.step_schedules(due)
-        except BaseException:
+        except BaseException as error:
             if not self._has_stepped:
                 job.index, job.skipped, job.start = self.index, skipped, self._start
                 self.discard()  # the gradient may be half unscaled or half clipped
+                raise_if_lost(error)
                 raise
             # Ctrl-C or a lost rank after the weights moved: the index, scaler and schedules must move along.
             self._move_on()

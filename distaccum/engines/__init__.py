@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pkgutil import resolve_name
@@ -71,7 +72,8 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
         raise ValueError(
             f"the models are wrapped by {_names_of(found)}, expected one kind; give each an Accumulator of its own"
         )
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_job = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if is_job else 1
     if found:
         made = found.pop()(models, sync)
         if ranks > 1 and made.peers.group is None:
@@ -80,6 +82,14 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
                 "it an __init__(models, sync) that passes the group of the data-parallel ranks to Engine.__init__"
             )
         return made
+    # The package reads no other variable: a launcher that nobody listens to cannot be seen in another way.
+    launched = os.environ.get("WORLD_SIZE", "1") if not is_job else "1"
+    if launched != "1":
+        raise ValueError(
+            f"WORLD_SIZE={launched} and no process group: each of these ranks would train a model of its own; call "
+            "torch.distributed.init_process_group() and wrap the model, as in DistributedDataParallel(model), before "
+            "the Accumulator is made (or take WORLD_SIZE out of the environment, if they shall train apart)"
+        )
     if ranks == 1:
         return PlainEngine(models, sync)
     parameters: list[Any] = [p for module in modules for p in module.parameters(recurse=False)]

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..law import DistaccumError, Plan, shorten
 from ..norms import leaves, names_of
 from ..private import version_of, zero_all
+from ..ranks import in_contact
 from .averaging import average
 from .base import STANDING, Engine, Roots, Sync, sparse_embeddings, why_tensor_parallel
 from .private import ddp as private
@@ -268,7 +269,8 @@ class DDPEngine(Engine):
             shared = _shared(wrapper)
             if shared.is_laid_out is False:  # now that all ranks are here, not when the next window begins
                 views = [p for p in self._covered[wrapper].values() if id(p) in self._views]
-                shared.is_laid_out = private.rebuild_buckets(wrapper, views)
+                with in_contact():
+                    shared.is_laid_out = private.rebuild_buckets(wrapper, views)
         zeroed = [p for p in parameters if id(p) in self._views and p.grad is not None] if self._views else []
         if zeroed:
             zero_all([parameter.grad for parameter in zeroed if parameter.grad is not None])

@@ -141,7 +141,7 @@ def test_rank_that_does_not_come_is_named_with_the_error_that_kept_it(how, comes
         said, _ = ranks.run(waiting, how, comes_late)
     finally:
         ranks.stop()
-    assert said.startswith(f"LostRanksError: rank 0 {where}")
+    assert said.startswith(f"LostRanksError: rank 0 lost contact with the other ranks: it {where}")
 
 
 @on_ranks(4)

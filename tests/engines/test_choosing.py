@@ -30,6 +30,15 @@ def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
         assert known in message
 
 
+def test_job_of_several_ranks_without_a_process_group_is_refused(monkeypatch):
+    net = make_net()
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    message = refused(Accumulator, net, SGD(net.parameters(), lr=0.1))
+    assert "WORLD_SIZE=2 and no process group" in message and "init_process_group()" in message
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert refused(Accumulator, net, SGD(net.parameters(), lr=0.1)) == "nothing"
+
+
 class LightningModule(nn.Linear):
     """Recognised by the name of its class, as Lightning's own."""
 
