@@ -79,9 +79,9 @@ def _gather_first(job: Job, checksums: Sequence[float]) -> Rows:
     except LostRanksError as error:
         if absent := private.absent_from(place, peers.ranks):
             raise LostRanksError(
-                f"rank {peers.global_rank} lost contact with the other ranks: it waited in its first window for {absent}, "
-                "which did not come to it; make the Accumulator and its windows on all ranks, alike, and start all "
-                "ranks again"
+                f"rank {peers.global_rank} lost contact with the other ranks: it waited in its first window for "
+                f"{absent}, which did not come to it; make the Accumulator and its windows on all ranks, alike, and "
+                "start all ranks again"
             ) from error
         raise
 

@@ -50,8 +50,9 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
     except RuntimeError as error:
         if absent := absent_from(place, ranks):
             raise LostRanksError(
-                f"rank {dist.get_rank()} lost contact with the other ranks: it waited {timeout or 'in vain'} for {absent} to "
-                "make an Accumulator too; make it on all ranks of the model's group, alike, and start all ranks again"
+                f"rank {dist.get_rank()} lost contact with the other ranks: it waited {timeout or 'in vain'} for "
+                f"{absent} to make an Accumulator too; make it on all ranks of the model's group, alike, and start "
+                "all ranks again"
             ) from error
         raise
     finally:

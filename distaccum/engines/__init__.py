@@ -51,6 +51,8 @@ def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine
         pipeline.join(engine)
     if mesh is not None:
         import_module("distaccum.meshes.ranks").on_mesh(engine).cut_samples(mesh.mesh.flatten().tolist(), engine.name)
+    if mesh is not None or any(hasattr(p, "to_local") for p in engine.parameters()):
+        import_module("distaccum.meshes.sharing").refuse_unclaimed_dimensions(engine, mesh)
     return engine
 
 

@@ -94,3 +94,8 @@ def _nothing_of(outputs: Any) -> Tensor:
     """A loss of 0 that reaches all of a chunk's graph if nothing in it counts: its criterion could give NaN."""
     tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     return torch.stack([one.flatten()[:0].sum().float() for one in tensors if one.requires_grad]).sum()
+
+
+def root_of(mesh: Any) -> Any:
+    """The mesh that a mesh is a slice of, or itself, also where the name is missing: then no slice is refused."""
+    return getattr(mesh, "_get_root_mesh", lambda: mesh)()

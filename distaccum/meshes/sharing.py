@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from ..engines.averaging import settle_placements
 from ..engines.base import Engine, Sync, why_tensor_parallel
 from ..engines.private import fsdp2
-from ..law import Plan, shorten
+from ..law import Plan, shorten, warn
 from ..norms import names_of
 from ..ranks import own_group
+from .private import root_of
 from .ranks import MeshPeers
 
 
@@ -98,6 +99,37 @@ def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]
         for i in over
     )
     return is_cut and {*_ranks_from(mesh.get_coordinate(), mesh, over)} == {*data_ranks}
+
+
+def refuse_unclaimed_dimensions(engine: Engine, given: Any) -> None:
+    """Raises, or warns, if a mesh is a slice of one with a dimension that nobody says anything about.
+
+    Its ranks must be reduced over, or compute on the same samples (tensor parallelism, stages). If the caller has named
+    the dimensions with data (`given`), the others have parts of samples; otherwise they may be jobs of their own.
+    """
+    peers, meshes = engine.peers, [given, *(getattr(p, "device_mesh", None) for p in engine.parameters())]
+    if peers.group is None:
+        return
+    known = {*dist.get_process_group_ranks(peers.group), *peers.by_samples(peers.ranks)[peers.rank]}
+    for root in {id(root): root for mesh in meshes if mesh is not None and (root := root_of(mesh))}.values():
+        at = root.get_coordinate()
+        for i in range(root.ndim) if at is not None else ():
+            line = _ranks_from(at, root, [i])
+            if known.issuperset(line):
+                continue
+            name = repr(root.mesh_dim_names[i]) if root.mesh_dim_names else str(i)
+            seen = (
+                f"the mesh is a slice of one with a dimension {name} (here ranks {line}) over which {engine.name} does "
+                "not reduce, and no tensor-parallel parameters or stages lie along it, so its ranks train apart"
+            )
+            if given is not None:
+                raise ValueError(
+                    f"{seen}; if they have parts of the same samples, wrap the model over it too, and name only the "
+                    "dimensions with data in mesh="
+                )
+            if peers.rank == 0:
+                warn(f"{seen}; wrap the model over it too, or, if these are jobs of their own, give each its own mesh")
+            return
 
 
 def leave_out_gathered(engine: Engine, parts: Sequence[nn.Parameter]) -> None:

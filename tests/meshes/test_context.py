@@ -1,6 +1,7 @@
 """Context parallelism over the ranks of FSDP2 or DDP, against one big batch of whole sequences in one process."""
 
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from distaccum import Accumulator, count_tokens
 from distaccum.extensions import NoiseScale
 from tests.support.collectives import gathered
 from tests.support.oracle import step_off
-from tests.support.problems import IGNORED, Batch, join, make_batch
+from tests.support.problems import IGNORED, Batch, join, make_batch, make_net
 from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import error, gradient, refused, run_window, weights
 
@@ -200,3 +201,19 @@ def test_update_cuts_parts_alike_and_counts_samples_once():
     for window in accumulator.windows([cut(make_batch(2, seed=rank + i), mesh["context"]) for i in range(4)]):
         lengths.append(run_window(window, net, partial(criterion, how="mean")).step().micro_batches)
     assert off <= 1e-10 and update.micro_batches == 3 and lengths == [2, 2]
+
+
+@on_ranks(4)
+def test_dimension_of_a_larger_mesh_that_nobody_claims_is_refused_or_warned_of():
+    """Context parallelism with the model wrapped over the data alone, and shards without their replicas."""
+    mesh = mesh_of((2, 2), "data", "context")
+    model = fully_shard(make_net(), mesh=mesh["data"])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    count = count_tokens("labels")
+    said = refused(Accumulator, model, optimizer, count=count, mesh=mesh["data"])
+    assert "a slice of one with a dimension 'context' (here ranks [" in said and "wrap the model over it too" in said
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Accumulator(model, optimizer)
+    texts = [str(one.message) for one in caught if "dimension 'context'" in str(one.message)]
+    assert len(texts) == (mesh["data"].get_local_rank() == 0)
