@@ -14,7 +14,7 @@ not clear. Each forward gathers parameters, so all ranks run equally many: ranks
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, final
@@ -88,6 +88,8 @@ class FullyShardEngine(Engine):
         self._reduces = True  # in backward; otherwise after the last one
         self._stands_in = False
         self._unused: list[Any] = []  # those of _every without a gradient in this window, on this rank
+        # Those that FSDP2 leaves out of a reduction on a rank that did not use them, and in which reductions: a hash.
+        self._used_in: dict[Any, int] = {}
         self._shown: dict[int, Any] = {}  # _every, by the id of the tensor that modules show instead
         trained = [(group, p) for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
         low = [private.name_of(p) for group, p in trained if private.adds_up_in(group, p) in HALF]
@@ -149,6 +151,8 @@ class FullyShardEngine(Engine):
                 self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
         for module in self._modules if self._policy == "gathered" and plan.uneven else ():
             self._undo.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
+        partial = [group for group in self._groups if not getattr(group, "reduce_scatter_unused_params", False)]
+        self._used_in = {p: 0 for group in partial for p in group.fsdp_params if p.sharded_param.requires_grad}
         self._stands_in = False
         if plan.agrees and self._policy == "gathered":
             for module in self._modules:
@@ -165,18 +169,26 @@ class FullyShardEngine(Engine):
             group.reshard_after_backward = reshards and (reduce or self._policy != "gathered")
         seen: set[int] = set()
         with ExitStack() as hooks:
-            if scatter and not self._stands_in:
+            if scatter:
                 self._note_used()
-                for leaf in [leaf for p in self._unused if (leaf := private.gathered_of(p)) is not None]:
+                absent = {p for p in (*self._unused, *self._used_in) if private.standing_gradient(p) is None}
+                for leaf in [leaf for p in absent if (leaf := private.gathered_of(p)) is not None]:
                     hooks.callback(leaf.register_post_accumulate_grad_hook(lambda one: seen.add(id(one))).remove)
             self.run_backward(tuple(losses), tuple(seeds))
-        if seen:
-            self._unused = [p for p in self._unused if id(private.gathered_of(p)) not in seen]
+        if scatter:
+            absent = {p for p in absent if id(private.gathered_of(p)) not in seen}
+            self._note_uses(absent)
+            if not self._stands_in:
+                self._unused = [p for p in self._unused if p in absent]
 
     def _note_used(self) -> None:
         # A stand-in may come from an earlier window, and use parameters that no rank uses in this one.
         if not self._stands_in:
             self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
+
+    def _note_uses(self, absent: Collection[Any]) -> None:
+        for parameter, uses in self._used_in.items():
+            self._used_in[parameter] = (2 * uses + (parameter not in absent)) % 251  # so that it fits into a byte
 
     def stand_in(self) -> None:
         self._note_used()
@@ -224,7 +236,7 @@ class FullyShardEngine(Engine):
 
     def _release(self) -> None:
         self._undo.close()
-        self._by_hand, self._unused = [], []
+        self._by_hand, self._unused, self._used_in = [], [], {}
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
@@ -244,7 +256,17 @@ class FullyShardEngine(Engine):
         self._note_used()
         unused = {id(p) for p in self._unused}
         left = [private.holds_gradients(group) for group in self._groups]
-        answers = largest([*left, *(id(p) not in unused for p in self._every)], self)
+        self._note_uses({p for p in self._used_in if private.standing_gradient(p) is None})
+        uses = list(self._used_in.values())
+        answers = largest([*left, *(id(p) not in unused for p in self._every), *uses, *(255 - n for n in uses)], self)
+        pairs = zip(self._used_in, answers[-2 * len(uses) :], answers[-len(uses) :], strict=False) if uses else ()
+        if mixed := [private.name_of(p) for p, most, other in pairs if most + other != 255]:
+            raise DistaccumError(
+                f"{shorten(mixed)} was used on some ranks only in a micro-step that reduces, and this version of torch "
+                "leaves out what a rank did not use, so that ranks add up gradients of different parameters; use torch "
+                "2.15, call set_reduce_scatter_unused_params(True) on the module where torch has it, or use the same "
+                "parameters on all ranks"
+            )
         for group, is_left in zip(self._groups, answers, strict=False):
             if is_left:
                 private.reduce_now(group)
@@ -254,7 +276,7 @@ class FullyShardEngine(Engine):
                         "not in the last, and this version of torch cannot reduce the gradient that it kept; use "
                         "sync='last', or every module in the last micro-batch"
                     )
-        for parameter, is_used in zip(self._every, answers[len(left) :], strict=True):
+        for parameter, is_used in zip(self._every, answers[len(left) :], strict=False):
             if not is_used:
                 parameter.sharded_param.grad = None
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -117,6 +118,31 @@ def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
             seen[name, turn] = error(gradient(model), gradient(plain)) <= 1e-10 and nones[0] == nones[1]
             window.step()
     assert [case for case, right in seen.items() if not right] == []
+
+
+@pytest.mark.parametrize("sync", SHARDED)
+@on_ranks(2)
+def test_other_parameters_on_each_rank_are_refused_where_torch_would_add_them_up(sync):
+    """Before torch 2.15 a rank's reduction leaves out what it did not use; those of one size would be mixed."""
+    said = {}
+    for name in ("each rank another", "no rank uses one", "not in the last micro-step", "told"):
+        model, uses = fully_shard(Choosing()), USES.get(name, USES["each rank another"])[0][dist.get_rank()]
+        if name == "told" and hasattr(model, "set_reduce_scatter_unused_params"):
+            model.set_reduce_scatter_unused_params(True)
+        before = weights(model)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), sync=sync)
+
+        def run() -> None:
+            window = accumulator.window(list(zip(own(EVEN, 0), uses, strict=False)))  # noqa: B023
+            run_window(window, model, lambda model, item: model(item[0]["x"], item[1]).square().mean()).step()  # noqa: B023
+
+        with patch("distaccum.engines.private.fsdp2.reduce_unused"):  # as before torch 2.15
+            said[name] = refused(run)
+        assert torch.equal(weights(model), before) == (said[name] != "nothing")
+    assert "layers.1.weight, layers.1.bias, layers.2.weight" in said.pop("each rank another")
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        said.pop("told")
+    assert set(said.values()) == {"nothing"}
 
 
 @on_ranks(2)
