@@ -84,7 +84,10 @@ class Job(Prepared):
         for one in self.adapters:
             self.engine.run_backward = one.around(self.engine.run_backward)
         self.engine.adopt(self, config.max_norm, config.on_nonfinite)
-        self.steps = bool(self.optimizers) or "step" in self.engine.owns  # otherwise the caller steps
+        trains = any(parameter.requires_grad for parameter in self.engine.parameters())
+        self._is_frozen_stage = self.engine.pipeline is not None and not trains  # others step, with this one
+        # Otherwise the caller steps.
+        self.steps = bool(self.optimizers) or "step" in self.engine.owns or self._is_frozen_stage
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise the adapter's backward does
         self.with_hooks = [one for one in self.optimizers if hasattr(one, "register_step_pre_hook")]
         self.epochs: list[int] = []  # last_epoch of each schedule after the last update
@@ -219,7 +222,8 @@ class Job(Prepared):
                 )
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
-        if self.optimizers and not {*map(id, self._models_parameters)} & {*(self._owned or ())}:
+        owns_some = {*map(id, self._models_parameters)} & {*(self._owned or ())}
+        if self.optimizers and not owns_some and not self._is_frozen_stage:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete; for a parameter outside of modules, such as "

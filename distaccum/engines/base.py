@@ -137,9 +137,9 @@ class Engine:
         return False
 
     def averaged(self, uncovered: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of the parameters that the wrapper does not reduce that may be trained, here or on another rank."""
+        """Returns the parameters, of those that the wrapper does not reduce, that some rank may train."""
         # A parameter outside the models, such as a loss's own, may be frozen here and trained on another rank.
-        inside = {id(p) for p in self.parameters()} if uncovered else set()
+        inside = {id(p) for p in self.parameters()}
         return [p for p in uncovered if p.requires_grad or id(p) not in inside]
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:

@@ -129,7 +129,8 @@ class DDPEngine(Engine):
             )
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._by_hand = self.averaged([p for p in parameters if id(p) not in self._alike])
+        others = [p for p in parameters if id(p) not in self._alike]
+        self._by_hand = self.averaged(others) if others else []
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
         # If ranks may use different wrappers of several, their backwards would reduce them in different orders.
         may_part = len(self.wrappers) > 1 and self._searching

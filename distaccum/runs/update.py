@@ -136,7 +136,8 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
             peers.tell(error)
         try:
             votes = agreement.vote(OUT_OF_MEMORY if is_short else FAILED) if is_own else error.args[0]
-            failed = peers.gather_objects(why, everyone=True) if FAILED in votes else []
+            told = in_short(error) if is_own else ""  # also of memory, which may have kept the others waiting
+            failed = peers.gather_objects(told, everyone=True) if FAILED in votes else []
         except DistaccumError as lost:
             raise DistaccumError(
                 f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "

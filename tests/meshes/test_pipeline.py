@@ -259,6 +259,24 @@ def test_frozen_first_stages_are_refused_where_backward_is_split():
         assert said in refused(Accumulator, pipe.schedule, SGD(pipe.parameters(), lr=0.1), count=count_tokens(1))
 
 
+@pytest.mark.parametrize("how", ["no optimizer", "an empty one"])
+@on_ranks(2)
+def test_frozen_stage_needs_no_optimizer(how):
+    pipe = Pipe("1F1B", "none")
+    is_frozen = 0 in pipe.here
+    for module in pipe.modules:
+        module.requires_grad_(not is_frozen)
+    empty = None if how == "no optimizer" else SGD([{"params": []}], lr=0.1)
+    optimizer = empty if is_frozen else SGD(pipe.parameters(), lr=0.1)
+    accumulator = Accumulator(pipe.schedule, optimizer, count=count_tokens(1), max_norm=0.5)
+    before = [p.detach().clone() for p in pipe.parameters()]
+    run(window := accumulator.window(batches_of(0, pipe.rank, 1)))
+    update = window.step()
+    assert update.stepped and update.grad_norm > 0
+    same = [torch.equal(p, q) for p, q in zip(pipe.parameters(), before, strict=True)]
+    assert all(same) if is_frozen else not any(same)
+
+
 @on_ranks(4)
 def test_micro_batches_of_other_lengths_are_refused_on_all_stages():
     """Windows that would exchange tensors of two shapes, and one after a call without gradients, which frees them."""
