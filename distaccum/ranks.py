@@ -167,8 +167,7 @@ class Peers:
 
 def norm_over(groups: Sequence[dist.ProcessGroup], norm: Tensor, kind: float) -> Tensor:
     """The norm of a whole, from the norm of this rank's part; the ranks of `groups` have the other parts."""
-    # A reduction to the larger of a number and NaN may return either.
-    whole = norm.nan_to_num(nan=math.inf, posinf=math.inf) if math.isinf(kind) else norm.pow(kind)
+    whole = norm if math.isinf(kind) else norm.pow(kind)
     for group in groups:
         dist.all_reduce(whole, op=dist.ReduceOp.MAX if math.isinf(kind) else dist.ReduceOp.SUM, group=group)
     return whole if math.isinf(kind) else whole.pow(1 / kind)

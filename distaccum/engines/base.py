@@ -267,7 +267,12 @@ def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | No
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     norms: list[Tensor] = []
     for (_, dtype), alike in by_kind.items():
-        norms += norms_of(alike, kind, dtype=torch.float32 if dtype in HALF else None)
+        of_each = norms_of(alike, kind, dtype=torch.float32 if dtype in HALF else None)
+        if kind == math.inf:
+            # The larger of a number and NaN is either, depending on the device or the collective.
+            finite = [gradient.isfinite().all() for gradient in alike]
+            of_each = [norm.where(is_finite, math.inf) for norm, is_finite in zip(of_each, finite, strict=True)]
+        norms += of_each
     if not norms:
         return torch.zeros((), device="cpu")
     if len(by_kind) > 1:
