@@ -15,6 +15,9 @@ from torch import nn
 
 from ..law import Once
 
+# The modules with `get_rng_state(device)` and `set_rng_state(state, device)` of devices for which torch has none.
+MODULES = {"xla": "torch_xla.core.xla_model"}
+
 
 @final
 class RandomNumbers:
@@ -72,7 +75,12 @@ class RandomNumbers:
 def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
     """The devices of these models that have random number generators of their own."""
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-    return list({tensor.device: None for tensor in tensors if tensor.device.type in ("cuda", "xpu", "mps")})
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    return [device for device in devices if hasattr(_module_of(device), "get_rng_state")]
+
+
+def _module_of(device: torch.device) -> Any:
+    return sys.modules.get(MODULES.get(device.type, f"torch.{device.type}"))
 
 
 def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -86,7 +94,7 @@ def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = Map
         python = version, array("I", [position, *numbers]).tobytes(), second
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python, "devices": {}}
     for device in devices:
-        state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
+        state["devices"][str(device)] = _module_of(device).get_rng_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         found = known.get("numpy")
         if found is None or not _numpy_is_at(numpy, *found):
@@ -126,7 +134,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     position, *words = array("I", memory)
     random.setstate((version, (*words, position), second))
     for device, of_device in state["devices"].items():
-        torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
+        _module_of(torch.device(device)).set_rng_state(of_device, torch.device(device))
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = state["numpy"]
         numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
