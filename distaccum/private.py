@@ -46,7 +46,9 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
     place = sign_in("group", ranks)
     world.group_count = FIRST + _places["group", tuple(ranks)]
     try:
-        made: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, timeout=timeout)
+        # torch_xla replaces dist.new_group by a function without local synchronization.
+        make: Any = dist.distributed_c10d.new_group
+        made: Any = make(list(ranks), backend=backend, use_local_synchronization=True, timeout=timeout)
     except RuntimeError as error:
         if absent := absent_from(place, ranks):
             raise LostRanksError(
