@@ -9,6 +9,7 @@
 #   bash tests/run.sh -n 0 tests/core/test_law.py
 #   bash tests/run.sh --shuffle 7         # in a random order, which the number names
 #   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-oldest
+#   bash tests/run.sh --device xla        # tests/device on torch_xla's client for CPUs, in .venv-xla: 3 minutes
 #
 # What is not of these goes to pytest (-k, -x, a file, a test). Three workers take a file of tests each at a time, the
 # longest first: most of a test of ranks is waiting. -n 0 runs all in one process.
@@ -17,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck disable=SC1091 # which is checked by itself
 source launch/lib.sh
 
-venv=.venv only='' lint=yes
+venv=.venv extra=test only='' lint=yes
 words=()
 while (($#)); do
     case $1 in
@@ -28,13 +29,19 @@ while (($#)); do
         [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--slowest ${2:-}, expected how many"
         words+=("--durations=$2" --durations-min=0.1) && shift
         ;;
+    --device)
+        [[ ${2:-} == xla ]] || stop "--device ${2:-}, expected xla"
+        # Graphs are compiled once each, so optimising them would take longer than they run.
+        export PJRT_DEVICE=CPU XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        venv=.venv-xla extra=xla only="torch==2.9.* torch_xla==2.9.*" lint='' words+=(tests/device) && shift
+        ;;
     --oldest) venv=.venv-oldest only="torch==2.9.* accelerate==1.11.* deepspeed==0.18.*" lint='' ;;
     *) words+=("$1") ;;
     esac
     shift
 done
 export ONLY=$only # for tests that run launch/venv.sh too
-VENV=$venv bash launch/venv.sh test
+VENV=$venv bash launch/venv.sh "$extra"
 export PATH="$PWD/$venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # or each process that starts compiles all that it imports
 if [[ -n $lint ]]; then
