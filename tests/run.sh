@@ -9,7 +9,7 @@
 #   bash tests/run.sh -n 0 tests/core/test_law.py
 #   bash tests/run.sh --shuffle 7         # in a random order, which the number names
 #   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-oldest
-#   bash tests/run.sh --device xla        # tests/device on torch_xla's client for CPUs, in .venv-xla: 3 minutes
+#   bash tests/run.sh --device xla        # tests/device on torch_xla's client for CPUs, in .venv-xla
 #
 # What is not of these goes to pytest (-k, -x, a file, a test). Three workers take a file of tests each at a time, the
 # longest first: most of a test of ranks is waiting. -n 0 runs all in one process.
