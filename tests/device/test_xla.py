@@ -28,17 +28,7 @@ from torch_xla.debug import metrics
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, Spans, WideSums
 from tests.support.oracle import step_off
-from tests.support.problems import (
-    CASES,
-    Batch,
-    Net,
-    join,
-    make_batch,
-    make_net,
-    sample_loss,
-    token_loss,
-    trunk,
-)
+from tests.support.problems import CASES, Batch, Net, join, make_batch, make_net, sample_loss, token_loss, trunk
 from tests.support.windows import error, gradient, loss_of, run_window, weights
 
 DEVICE = torch_xla.device()
