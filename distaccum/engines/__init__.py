@@ -51,7 +51,8 @@ def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine
         pipeline.join(engine)
     if mesh is not None:
         import_module("distaccum.meshes.ranks").on_mesh(engine).cut_samples(mesh.mesh.flatten().tolist(), engine.name)
-    if mesh is not None or any(hasattr(p, "to_local") for p in engine.parameters()):
+    cut: list[Any] = [p for p in engine.parameters() if hasattr(p, "to_local")]
+    if mesh is not None or any(p.device_mesh.size() < dist.get_world_size() for p in cut):
         import_module("distaccum.meshes.sharing").refuse_unclaimed_dimensions(engine, mesh)
     return engine
 
