@@ -18,9 +18,9 @@ from torch import Tensor
 from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_entries, fresh, refuse_to_wait, tensors_in
 from .guard import tell_count
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
-from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, whole_number
+from .law import DistaccumError, RankReport, Reports, all_or_none, cut_evenly, steps_for, whole_number
 from .private import own_version_of
-from .ranks import Owed, Reports
+from .ranks import Owed
 
 NUM_ELEMENTS = 64  # compared in each tensor of a loop's first item
 # A tensor, torch's count of writes to it, and some elements, since numpy and others write without torch's knowledge.
@@ -116,7 +116,7 @@ class Ahead:
         self._next: Draw | None = None  # what was reported
 
     def draw(self, index: int) -> tuple[Draw, Reports]:
-        """This rank's part of update `index`, and the reports of all ranks."""
+        """This rank's part of update `index`, and the merged reports of all ranks."""
         # Either the report was paid ahead and still fits, or it is paid now, or all ranks plan anew: a rank did not
         # pay, the steps have changed, or the last window was left or skipped and so lacks the expected stand-in.
         owed, self._owed, self._is_due = self._owed, None, False

@@ -1,7 +1,7 @@
 """The law: shares, the plan of a window, and errors. It needs neither torch nor other ranks.
 
-Each rank reports its part of a window in one row of numbers (`RankReport`). The rows are gathered once, and every rank
-makes the same `Plan` from them. Each micro-loss then has one known factor, its share, and nothing is corrected later.
+Each rank reports its part of a window (`RankReport`). The reports are merged to one (`Reports`), from which every rank
+makes the same `Plan`. Each micro-loss then has one known factor, its share, and nothing is corrected later.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ Schedule = int | Callable[[int], int]  # a ramp is called with the update's inde
 
 
 class RankReport(NamedTuple):
-    """A rank's part of a window. Travels as a row of floats (exact up to 2**53)."""
+    """A rank's part of a window."""
 
     update: int  # its index
     steps: int  # requested micro-batches per rank and update; 0: any number
@@ -164,15 +164,82 @@ class RankReport(NamedTuple):
     fingerprint: int  # of the first micro-batch, if other ranks have the same samples; otherwise 0
     totals: tuple[float, ...]  # denominators by name
 
+    def of(self, rank: int) -> Reports:
+        """What `rank` alone reports, to be merged with what others do."""
+        is_stranded = not (self.num_counted or self.has_stand_in)
+        return Reports(
+            update=Span(self.update, self.update),
+            steps=Span(self.steps, self.steps),
+            agrees=Span(self.agrees, self.agrees),
+            num_counted=Span(self.num_counted, self.num_counted),
+            stranded=Span(rank, rank) if is_stranded else Span(NOBODY, -1),
+            has_more=not self.no_more_after,
+            lacks_terms=not self.all_terms,
+            lacks_terms_in_last=not self.all_terms_in_last,
+            failed=self.failed,
+            reduce_afterwards=self.reduce_afterwards,
+            changed=self.changed,
+            num_drawn=self.num_drawn,
+            largest=self.largest,
+            largest_sample=self.largest_sample,
+            num_micro_batches=self.num_counted,
+            totals=self.totals,
+        )
+
+
+class Span(NamedTuple):
+    """The least and the largest of numbers."""
+
+    least: int
+    most: int
+
+
+class Reports(NamedTuple):
+    """What any number of ranks report together. Travels as a row of floats (exact up to 2**53).
+
+    Rows are merged in any order: the first `NUM_LARGEST` columns to their largest value, the others to their sum.
+    """
+
+    update: Span
+    steps: Span
+    agrees: Span
+    num_counted: Span
+    stranded: Span  # the first and the last rank with neither a micro-batch nor one to stand in with
+    has_more: bool  # a flag: of any rank
+    lacks_terms: bool
+    lacks_terms_in_last: bool
+    failed: bool
+    reduce_afterwards: bool
+    changed: bool
+    num_drawn: int  # the largest
+    largest: int
+    largest_sample: int
+    num_micro_batches: int  # the sum, of those that count
+    apart: int = 0  # 0 if ranks with the same samples report the same (meshes/ranks.py)
+    unlike: int = 0  # 0 if ranks with parts of the same samples count the same
+    totals: tuple[float, ...] = ()
+
+    @property
+    def disagree(self) -> bool:
+        """True if ranks do what all must do alike differently."""
+        return any(getattr(self, name).least != getattr(self, name).most for name in AGREED)
+
     def to_row(self) -> list[float]:
-        return [*map(float, self[:-1]), *self.totals]
+        spans: Any = self[:NUM_SPANS]
+        edges = [edge for least, most in spans for edge in (-least, most)]
+        return [*edges, *self[NUM_SPANS:-1], *self.totals]
 
     @classmethod
-    def from_row(cls, row: Sequence[float]) -> RankReport:
-        last = len(cls._fields) - 1
-        return cls._make([*map(int, row[:last]), tuple(row[last:])])
+    def from_row(cls, row: Sequence[float]) -> Reports:
+        numbers: list[Any] = list(map(int, row[:NUM_COLUMNS]))
+        spans = [Span(-numbers[i], numbers[i + 1]) for i in range(0, 2 * NUM_SPANS, 2)]
+        return cls._make([*spans, *numbers[2 * NUM_SPANS :], tuple(row[NUM_COLUMNS:])])
 
 
+NOBODY = 2**31  # in place of the first rank
+NUM_SPANS = Reports._fields.index("has_more")
+NUM_LARGEST = Reports._fields.index("num_micro_batches") + NUM_SPANS
+NUM_COLUMNS = Reports._fields.index("totals") + NUM_SPANS
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
@@ -181,30 +248,34 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 }
 
 
+def refuse_to_differ(reports: Sequence[RankReport]) -> None:
+    """Raises if the reports of all ranks contradict each other; names a rank for each value."""
+    for name, (what, say, cure) in AGREED.items():
+        ranks: dict[object, int] = {}
+        for rank, report in enumerate(reports):
+            ranks.setdefault(getattr(report, name), rank)
+        if len(ranks) > 1:
+            seen = ", ".join(f"rank {rank}: {say(value)}" for value, rank in ranks.items())
+            raise DistaccumError(
+                f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
+            )
+
+
 class Plan:
     """Everything that all ranks know about a window before its first backward, derived from their reports."""
 
-    def __init__(self, names: Sequence[str], reports: Sequence[RankReport]) -> None:
-        """Raises if the reports contradict each other."""
-        of_ranks: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]
-        for name, (what, say, cure) in AGREED.items() if len(reports) > 1 else ():
-            values = getattr(of_ranks, name)
-            if len(set(values)) > 1:
-                seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(values))
-                raise DistaccumError(
-                    f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
-                )
-        totals = zip(names, zip(*of_ranks.totals, strict=True), strict=True)
-        self.counts = {name: as_int_if_whole(sum(total)) for name, total in totals}  # the global denominators
-        numbers: tuple[int, ...] = of_ranks.num_counted
-        self.num_counted = numbers  # micro-batches by rank
-        self.is_empty = not (any(numbers) and any(self.counts.values()))  # nothing counts, so there is no update
-        self.uneven, self.some_rank_is_dry = min(numbers) != max(numbers), min(numbers) == 0
-        self.all_terms = all(of_ranks.all_terms)  # no rank leaves a loss term out of any backward
-        self.all_terms_in_last = all(of_ranks.all_terms_in_last)  # or out of its last
-        self.has_stand_in: tuple[bool, ...] = of_ranks.has_stand_in  # by rank
-        self.epoch_over, self.no_more_after = not any(of_ranks.num_drawn), all(of_ranks.no_more_after)
-        self.agrees = any(of_ranks.agrees)  # ranks agree before they reduce
-        self.reduce_afterwards = any(of_ranks.reduce_afterwards)  # after the last backward, when all have succeeded
-        self.largest = max(of_ranks.largest)  # samples in a micro-batch of any rank, if batches were cut
-        self.largest_sample = max(of_ranks.largest_sample)  # numbers in a sample of any rank
+    def __init__(self, names: Sequence[str], reports: Reports, num_here: int) -> None:
+        """`num_here`: this rank's micro-batches that count."""
+        self.counts = dict(zip(names, map(as_int_if_whole, reports.totals), strict=True))  # the global denominators
+        self.num_here, self.num_micro_batches = num_here, reports.num_micro_batches  # here, and on all ranks
+        self.fewest, self.most = reports.num_counted  # micro-batches of a rank
+        self.is_empty = not (self.most and any(self.counts.values()))  # nothing counts, so there is no update
+        self.uneven, self.some_rank_is_dry = self.fewest != self.most, self.fewest == 0
+        self.all_terms = not reports.lacks_terms  # no rank leaves a loss term out of any backward
+        self.all_terms_in_last = not reports.lacks_terms_in_last  # or out of its last
+        self.stranded = None if reports.stranded.least == NOBODY else reports.stranded.least  # the first such rank
+        self.epoch_over, self.no_more_after = not reports.num_drawn, not reports.has_more
+        self.agrees = bool(reports.agrees.most)  # ranks agree before they reduce
+        self.reduce_afterwards = bool(reports.reduce_afterwards)  # after the last backward, when all have succeeded
+        self.largest = reports.largest  # samples in a micro-batch of any rank, if batches were cut
+        self.largest_sample = reports.largest_sample  # numbers in a sample of any rank

@@ -234,7 +234,7 @@ class Record:
         self.wait()
         found = self._values[-1]
         if peers.shares_samples:  # one rank's part of a gradient may overflow alone
-            found.fill_(max(peers.gather([float(found)], everyone=True))[0])
+            found.fill_(peers.largest([float(found)], everyone=True)[0])
         return found
 
 

@@ -12,8 +12,7 @@ from .cutting import Batch
 from .feed import END, Ahead, Draw, Make, Pace, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner, Start
-from .law import DistaccumError, Plan, all_or_none, in_short, shorten
-from .ranks import Reports
+from .law import DistaccumError, Plan, Reports, all_or_none, in_short, shorten
 from .window import SUM, Window
 
 
@@ -89,16 +88,19 @@ class Planner:
             compare(self.job)
 
     def _window_of(self, found: Draw, reports: Reports, manner: Manner, pace: Pace | None = None) -> Window:
-        """Makes the window from the reports of all ranks; raises on all of them if one failed."""
+        """Makes the window from the merged reports; raises on all of them if one failed."""
         job, engine = self.job, self.job.engine
-        if any(one.failed for one in reports):
-            failed = engine.peers.gather_objects(found.error and in_short(found.error), everyone=True)
+        peers, counts = engine.peers, job.config.counts.values()
+        if reports.failed:
+            failed = peers.gather_objects(found.error and in_short(found.error), everyone=True)
             why = "rank {ranks} could not plan this window ({why}); no gradient was touched"
             all_or_none(failed, found.take_error(), why)
-        if any(one.changed for one in reports):
+        if reports.changed:
             compare(job)
+        if peers.doubts(reports, counts):
+            peers.compare(peers.gather_objects(found.report, everyone=True), counts)
         names = tuple(SUM if manner.is_sum else job.config.reductions)
-        plan = Plan(names, engine.peers.combine(reports, job.config.counts.values()))
+        plan = Plan(names, reports, len(found.micros))
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
@@ -138,7 +140,7 @@ class Planner:
 
     def _look_at_batchnorm(self, plan: Plan) -> None:
         job = self.job
-        if job.config.batchnorm != "warn" or sum(plan.num_counted) <= 1 or "batchnorm" in job.once.keys:
+        if job.config.batchnorm != "warn" or plan.num_micro_batches <= 1 or "batchnorm" in job.once.keys:
             return
         names = [name for name, module in job.batchnorms if module.training]
         if names:

@@ -10,29 +10,35 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from threading import Thread
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .law import DistaccumError, LostRanksError, RankReport, in_short
+from .law import NUM_LARGEST, DistaccumError, LostRanksError, RankReport, Reports, in_short, refuse_to_differ
 from .private import new_group, timeout_of
 
 # Errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
 logger = logging.getLogger("distaccum")  # by default to stderr
+FLAT = 8  # so many ranks send their rows to each other; more ranks form blocks
 PATIENCE = timedelta(seconds=10)  # at the end of a process, for a sum that other ranks have not joined
+FOREVER = timedelta()  # up to the group's timeout
 
 Value = TypeVar("Value")
 Rows = list[list[float]]
-Reports = list[RankReport]  # of all ranks that take part in updates
+Finish = Callable[[timedelta], Tensor]  # waits for the other ranks, up to so long (FOREVER: the group's timeout)
 ABANDONED = -1  # in place of an update's index: this rank has nothing to report for it
 
 
@@ -67,22 +73,26 @@ class Peers:
             self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
             self.global_rank = dist.get_rank()
         self.num_data_ranks, self.is_alone = self.num_ranks, self.num_ranks == 1
-        self.host_group = None if group is None else own_group(group)
+        self._own = tree_of(group)
         self.plan_with(everyone)
         self.record_over(group)
 
     def plan_with(self, ranks: Sequence[int] | None) -> None:
         """Lets these ranks of the job take part in updates; None: those of the group."""
         self.ranks = [] if self.group is None else list(ranks or dist.get_process_group_ranks(self.group))
-        self._plans = None if self.group is None else own_group(self.group, ranks, use="plans")
-        self._everyone = None if self.group is None else own_group(self.group, ranks)
+        self._everyone, self._plans = tree_of(self.group, ranks), tree_of(self.group, ranks, "plans")
 
     def record_over(self, group: dist.ProcessGroup | None) -> None:
         """Makes the losses of these ranks add up."""
-        self._record_group, self._record_host = group, None if group is None else own_group(group)
+        self._record_group, self._record_host = group, tree_of(group)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """A host group of all ranks, for large values; made when it is first asked for, on all ranks."""
+        return None if self.group is None else own_group(self.group)
 
     def plan(self, report: RankReport) -> Reports:
-        """Gathers a window's report from all ranks that take part in updates."""
+        """Merges a window's reports of all ranks that take part in updates."""
         self._settle_standing()
         return self._post(report)()
 
@@ -95,12 +105,12 @@ class Peers:
         self._settle_standing()
         owed = Owed(last.update + 1, last._replace(update=ABANDONED))
         if self._plans is not None:
-            _OWED[self._plans] = owed
+            self._plans.owed = owed
         return owed
 
     def _settle_standing(self) -> None:
-        if self._plans is not None and (standing := _OWED.get(self._plans)) is not None:
-            self.settle(standing)
+        if self._plans is not None and self._plans.owed is not None:
+            self.settle(self._plans.owed)
 
     def pay(self, owed: Owed, report: RankReport) -> None:
         owed.wait = self._post(report)
@@ -109,53 +119,66 @@ class Peers:
         """The reports of all ranks, or None if some rank did not pay: then all ranks plan anew."""
         if owed.wait is None:
             self.pay(owed, owed.nothing)
-        if self._plans is not None and _OWED.get(self._plans) is owed:
-            del _OWED[self._plans]
+        if self._plans is not None and self._plans.owed is owed:
+            self._plans.owed = None
         assert owed.wait is not None
         reports = owed.wait()
-        return None if any(one.update == ABANDONED for one in reports) else reports
+        return None if reports.update.least == ABANDONED else reports
 
     def _post(self, report: RankReport) -> Callable[[], Reports]:
+        own = self.report_of(report)
         if self._plans is None:
-            return lambda: [report]
-        gathered = self._send(report.to_row(), self._plans)
-        return lambda: list(map(RankReport.from_row, gathered()))
+            return lambda: own
+        sent = self._plans.post(own.to_row(), NUM_LARGEST)
+        return lambda: Reports.from_row(sent.wait()[0].tolist())
 
-    def combine(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> Sequence[RankReport]:
-        """Merges the reports of all that take part in updates to one per rank of the group; `counts`: of the job."""
-        return reports
+    def report_of(self, report: RankReport) -> Reports:
+        """What this rank adds to the merged report."""
+        return report.of(self.rank)
+
+    def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
+        """Returns whether ranks have to `compare` their own reports; `counts`: of the job."""
+        return reports.disagree
+
+    def compare(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> None:
+        """Raises if the reports of all that take part in updates contradict each other."""
+        refuse_to_differ(reports)
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         """Groups the values of all that take part in updates: for each rank of the group, those of its samples."""
         return [[value] for value in values]
 
-    def _send(self, row: Sequence[float], group: dist.ProcessGroup | None) -> Callable[[], Rows]:
-        if group is None:
-            return lambda: [list(row)]
-        mine = torch.tensor(row, dtype=torch.float64, device="cpu")
-        rows = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64, device="cpu")
-        return _Sent(dist.all_gather(list(rows), mine, group=group, async_op=True), group, rows).wait
-
     def gather(self, row: Sequence[float], *, everyone: bool = False) -> Rows:
         """The rows of the group's ranks in order (`everyone`: of all that take part in updates), through the host."""
-        return self._send(row, self._everyone if everyone else self.host_group)()
+        tree = self._everyone if everyone else self._own
+        return [list(row)] if tree is None else tree.post(row).wait().tolist()
+
+    def largest(self, row: Sequence[float], *, everyone: bool = False) -> list[float]:
+        """The largest value of each column of the rows that `gather` returns."""
+        tree = self._everyone if everyone else self._own
+        return list(row) if tree is None else tree.post(row, len(row)).wait()[0].tolist()
 
     def gather_objects(self, value: Any, *, everyone: bool = False) -> list[Any]:
-        """Like `gather`, for small values of any kind."""
-        group = self._everyone if everyone else self.host_group
-        if group is None:
+        """Like `gather`, for values of any kind."""
+        tree = self._everyone if everyone else self._own
+        if tree is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(group)
-        with in_contact():
-            dist.all_gather_object(values, value, group=group)
-        return values
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        length = int(self.largest([len(own)], everyone=everyone)[0])
+        rows = tree.post(pad(own, (0, length - len(own)))).wait()
+        return [pickle.loads(row.numpy().data) for row in rows]
 
-    def sum(self, values: Tensor) -> _Sent | None:
-        """Starts to sum `values` in place over the ranks; returns None if there is nothing to add."""
-        group = self._record_host if values.device.type == "cpu" else self._record_group
-        if group is None:
+    def sum(self, values: Tensor) -> Sent | None:
+        """Starts to sum `values` over the ranks, in place once they are waited for; None if there is nothing to add."""
+        group = self._record_group
+        if group is None or self._record_host is None:
             return None
-        return _Sent(dist.all_reduce(values, group=group, async_op=True), group)
+        if values.device.type == "cpu":
+            merged = self._record_host.post(values, 0)
+            return Sent(lambda patience: values.copy_(merged.wait(patience)[0]))
+        work: Any = dist.all_reduce(values, group=group, async_op=True)
+        sent = _LAST[group] = Sent(lambda patience: (work.wait(patience), values)[1])
+        return sent
 
     def tell(self, error: Exception) -> None:
         """Logs an error of a loader, a count or `update()`, which this rank keeps until it can tell the others."""
@@ -196,36 +219,160 @@ def raise_if_lost(error: BaseException) -> None:
         ) from error
 
 
-class _Sent:
-    """A collective in flight. It does not refer to Peers, because an Update that the caller keeps refers to it."""
+@final
+class Sent:
+    """A message in flight. It does not refer to Peers, because an Update that the caller keeps refers to it."""
 
-    def __init__(self, work: Any, group: dist.ProcessGroup, rows: Tensor | None = None) -> None:
-        self._work, self._rows = work, rows
-        _LAST[group] = work
+    def __init__(self, finish: Finish) -> None:
+        self._finish: Finish | None = finish
 
-    def wait(self) -> Any:
-        """Returns the gathered rows, if it gathers any."""
+    def wait(self, patience: timedelta = FOREVER) -> Tensor:
+        """Waits for the other ranks, and returns what became of the rows."""
+        if self._finish is not None:
+            with in_contact():
+                self._result = self._finish(patience)
+            self._finish = None
+        return self._result
+
+
+@final
+class Tree:
+    """Ranks that exchange rows through the host, in blocks of about the square root of their number.
+
+    The first rank of each block merges the block's rows, the first ranks gather theirs, and one row comes down. Few
+    ranks are blocks of one. All ranks post their exchanges in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], use: str) -> None:
+        place, self.num = ranks.index(dist.get_rank()), len(ranks)
+        self.size = 1 if self.num <= FLAT else math.isqrt(self.num - 1) + 1  # of a block
+        first = place - place % self.size
+        block = ranks[first : first + self.size]
+        self.block: Any = own_group(group, block, use=use) if len(block) > 1 else None
+        self.firsts: Any = own_group(group, ranks[:: self.size], use=use) if place == first else None
+        self.owed: Owed | None = None
+        self.pending: list[Sent] = []
+        self._carrier: Carrier | None = None
+
+    def post(self, row: Any, num_largest: int | None = None) -> Sent:
+        """Sends a row. What comes are the rows of all ranks; with `num_largest` one row, in which so many columns hold
+        the largest value, and the others the sum.
+        """
+        own = torch.as_tensor(row, dtype=None if isinstance(row, Tensor) else torch.float64, device="cpu")[None]
+        if len(self.pending) > 1:  # all ranks have posted the one before the last, or this one would not be here
+            self.pending.pop(0).wait()
         with in_contact():
-            self._work.wait()
-        return None if self._rows is None else self._rows.tolist()
+            if self.num <= FLAT:
+                rows = own.new_empty(self.num, *own.shape)
+                work: Any = dist.all_gather(list(rows), own, group=self.firsts, async_op=True)
+                finish: Finish = lambda patience: (work.wait(patience), _merged(rows, num_largest))[1]  # noqa: E731
+            elif self.firsts is None:
+                finish = self._ask(self.block, own, num_largest)
+            else:
+                self._carrier = Carrier(partial(self._carry, own, num_largest), self._carrier)
+                finish = self._carrier.result
+        self.pending.append(Sent(finish))
+        return self.pending[-1]
+
+    def _carry(self, own: Tensor, num_largest: int | None) -> Tensor:
+        """Merges the rows of the block, lets the first rank of all merge those of the blocks, and hands on its row."""
+        row = self._collect(self.block, own, num_largest)
+        if self.firsts.rank() == 0:
+            row = self._collect(self.firsts, row, num_largest)[: self.num]
+            self._answer(self.firsts, row)
+        else:
+            missing = 0 if num_largest is not None else self.size - len(row)  # in the last block
+            row = self._ask(self.firsts, pad(row, (0, 0, 0, missing)), num_largest)(FOREVER)
+        self._answer(self.block, row)
+        return row
+
+    def _collect(self, group: Any, own: Tensor, num_largest: int | None) -> Tensor:
+        """Merges the rows of a group, as its first rank."""
+        if group is None:
+            return own
+        rows = own.new_empty(group.size(), *own.shape)
+        rows[0] = own
+        for work in [group.recv([rows[rank]], rank, 0) for rank in range(1, group.size())]:
+            work.wait()
+        return _merged(rows, num_largest)
+
+    def _answer(self, group: Any, row: Tensor) -> None:
+        for work in [] if group is None else [group.send([row], rank, 0) for rank in range(1, group.size())]:
+            work.wait()
+
+    def _ask(self, group: Any, own: Tensor, num_largest: int | None) -> Finish:
+        """Gives rows to the first rank of a group, which answers."""
+        answer = own.new_empty(self.num if num_largest is None else 1, own.shape[1])
+        works = [group.send([own], 0, 0), group.recv([answer], 0, 0)]
+        return lambda patience: ([work.wait(patience) for work in works], answer)[1]
 
 
-# The last collective of each group. Dropping the last reference to one frees its tensors, which needs the interpreter:
-# if a gloo thread did that after the interpreter ended, the process would hang or abort. This reference prevents it.
-_LAST: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+def _merged(rows: Tensor, num_largest: int | None) -> Tensor:
+    rows, num = rows.flatten(0, 1), num_largest
+    return rows if num is None else torch.cat([rows[:, :num].amax(0, True), rows[:, num:].sum(0, True)], 1)
+
+
+@final
+class Carrier(Thread):
+    """Carries rows between the levels of a tree, because training may be long in a backward while they arrive."""
+
+    def __init__(self, carry: Callable[[], Tensor], before: Carrier | None) -> None:
+        super().__init__(daemon=True)
+        self._carry, self._before = carry, before
+        self._error: Exception | None = None
+        _CARRIERS.add(self)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            if self._before is not None:
+                self._before.join()
+            self._row = self._carry()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._before = None
+            _CARRIERS.discard(self)
+
+    def result(self, patience: timedelta) -> Tensor:
+        self.join(patience.total_seconds() or None)
+        if self._error is not None or self.is_alive():
+            raise self._error or RuntimeError("timed out")
+        return self._row
 
 
 @atexit.register
 def _end() -> None:
-    """Completes sums that this rank did not read: other ranks may read them, and need this rank's numbers."""
-    for work in list(_LAST.values()):
+    """Completes what this rank did not wait for: other ranks may, and need this rank's numbers."""
+    trees = [tree for known in list(_TREES.values()) for tree in known.values()]
+    for sent in [*_LAST.values(), *(sent for tree in trees for sent in tree.pending)]:
         with suppress(RuntimeError):  # a rank is gone
-            work.wait(PATIENCE)
+            sent.wait(PATIENCE)
+    for carrier in list(_CARRIERS):  # one that outlived the interpreter would abort the process
+        carrier.join(PATIENCE.total_seconds())
 
 
-_OWED: weakref.WeakKeyDictionary[dist.ProcessGroup, Owed] = weakref.WeakKeyDictionary()  # by group for plans
+# The last message of each group. Dropping the last reference to one frees its tensors, which needs the interpreter:
+# if a gloo thread did that after the interpreter ended, the process would hang or abort. This reference prevents it.
+_LAST: weakref.WeakKeyDictionary[dist.ProcessGroup, Sent] = weakref.WeakKeyDictionary()  # sums on devices
+_CARRIERS: set[Carrier] = set()  # at work, also of groups that were destroyed since
 # By process group, so that Accumulators share them: each group holds sockets and threads.
+_TREES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Tree]] = weakref.WeakKeyDictionary()
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def tree_of(group: dist.ProcessGroup | None, ranks: Sequence[int] | None = None, use: str = "") -> Tree | None:
+    """The tree of the ranks of `group`, or of `ranks` of the job, made once; None if this rank is alone.
+
+    `use` tells trees of the same ranks apart.
+    """
+    ranks = [] if group is None else list(ranks or dist.get_process_group_ranks(group))
+    if group is None or len(ranks) == 1:
+        return None
+    known, key = _TREES.setdefault(group, {}), (*ranks, use)
+    if key not in known:
+        known[key] = Tree(group, ranks, use)
+    return known[key]
 
 
 def own_group(

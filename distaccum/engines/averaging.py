@@ -69,10 +69,7 @@ def average(
 
 def largest(values: Iterable[int], engine: Engine) -> list[int]:
     """The maximum over the ranks of each of these small numbers, through the host."""
-    found = torch.tensor(list(values), dtype=torch.uint8, device="cpu")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
-    numbers: list[int] = found.tolist()
-    return numbers
+    return list(map(int, engine.peers.largest(list(map(float, values)))))
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..law import DistaccumError, Plan, ranks_where
+from ..law import DistaccumError, Plan
 from ..norms import HALF, local, number_of, unique
 from ..private import norms_of, run_backward
 from ..ranks import Peers, norm_over
@@ -114,22 +114,20 @@ class Engine:
             isinstance(module, nn.SyncBatchNorm) and module.training for m in self.models for module in m.modules()
         ):
             raise DistaccumError(
-                f"ranks have {list(plan.num_counted)} micro-batches, and SyncBatchNorm communicates in each forward: "
-                "the ranks with more would wait for ever; give all ranks as many micro-batches, or freeze its "
+                f"ranks have {plan.fewest} to {plan.most} micro-batches, and SyncBatchNorm communicates in each "
+                "forward: the ranks with more would wait for ever; give all ranks as many micro-batches, or freeze its "
                 "statistics with eval()"
             )
-        dry = [not (own or ready) for own, ready in zip(plan.num_counted, plan.has_stand_in, strict=True)]
-        if self.lockstep and any(dry):
+        if self.lockstep and plan.stranded is not None:
             raise DistaccumError(
-                f"ranks have {list(plan.num_counted)} micro-batches; under {self.name} each rank must run forward for "
-                f"the others to go on; rank {ranks_where(dry)} has none from an earlier window to stand in with. Give "
+                f"ranks have {plan.fewest} to {plan.most} micro-batches; under {self.name} each rank must run forward "
+                f"for the others to go on; rank {plan.stranded} has none from an earlier window to stand in with. Give "
                 "each rank a micro-batch in the first window"
             )
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         """This rank's micro-steps, with stand-ins, and how many of the first reduce besides the last ("every")."""
-        own, fewest, most = plan.num_counted[self.peers.rank], min(plan.num_counted), max(plan.num_counted)
-        steps, common = (most, most) if self.lockstep else (own, fewest)
+        steps, common = (plan.most, plan.most) if self.lockstep else (plan.num_here, plan.fewest)
         return steps, common - 1 if self.sync == "every" else 0
 
     def will_reduce(self, reduce: bool) -> bool:

@@ -104,7 +104,7 @@ class DDPEngine(Engine):
             )
         if plan.some_rank_is_dry and self._unseen_graphs:
             raise DistaccumError(
-                f"ranks have {list(plan.num_counted)} micro-batches, and DDP with static_graph=True must see a "
+                f"ranks have {plan.fewest} to {plan.most} micro-batches, and DDP with static_graph=True must see a "
                 "backward on every rank in its first window; give each rank a micro-batch there"
             )
 

@@ -129,7 +129,7 @@ class FullyShardEngine(Engine):
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         if self._policy == "gathered":
-            return max(1, plan.num_counted[self.peers.rank]), 0
+            return max(1, plan.num_here), 0
         return super().num_micro_steps(plan)
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:

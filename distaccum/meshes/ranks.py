@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..cutting import TokenCount, refuse_to_wait, tensors_in
 from ..engines.base import Engine
-from ..law import DistaccumError, RankReport
+from ..law import DistaccumError, RankReport, Reports
 from ..ranks import Peers, Value, own_group
 
 # Fields of a report that must be equal on ranks that share their samples, and how an error describes their values.
@@ -69,18 +69,34 @@ class MeshPeers(Peers):
         self._take([sorted(ranks) for ranks, _ in rows], self.parts)
         self.record_over(own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None))
 
-    def combine(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> Sequence[RankReport]:
-        """Merges the reports of each set of ranks that share samples; raises if they do not go through these samples
-        together, or count them twice.
-        """
-        shared = zip(self.sharing, self.by_samples(reports), strict=True)
-        found = [_common(ranks, of_set) for ranks, of_set in shared]
+    def report_of(self, report: RankReport) -> Reports:
+        """Lets one rank alone add up the samples that it shares; the numbers of ranks that say the same add up to 0."""
+        found, sharing = super().report_of(report), self.sharing[self.rank]
+        if self.shares_samples:
+            found = found._replace(apart=_told([getattr(report, name) for name in ALIKE], sharing, self.global_rank))
+            if self.global_rank != sharing[0]:
+                found = found._replace(num_micro_batches=0, totals=(0.0,) * len(report.totals))
         for ranks in self.parts if self.has_parts else ():
-            # The caller's own count may count only this rank's part of the labels.
-            _refuse_unlike_parts(
-                ranks, [found[rank] for rank in ranks], any(isinstance(one, TokenCount) for one in counts)
-            )
+            if self.rank in ranks:
+                found = found._replace(
+                    apart=found.apart + _told(report.num_drawn, ranks, self.rank),
+                    unlike=_told((report.fingerprint, report.totals), ranks, self.rank),
+                )
         return found
+
+    def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
+        # If one batch was cut too little, all are.
+        is_whole = self.has_parts and not reports.unlike and _counts_tokens(counts)
+        return super().doubts(reports, counts) or bool(reports.apart) or is_whole
+
+    def compare(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> None:
+        """Raises if ranks do not go through the samples that they share together, or count them twice."""
+        super().compare(reports, counts)
+        of_sets = self.by_samples(reports)
+        for ranks, of_set in zip(self.sharing, of_sets, strict=True):
+            _refuse_unlike(ranks, of_set)
+        for ranks in self.parts if self.has_parts else ():
+            _refuse_unlike_parts(ranks, [of_sets[rank][0] for rank in ranks], _counts_tokens(counts))
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         if not self.shares_samples:
@@ -112,10 +128,18 @@ def _fingerprint(micro_batches: Sequence[Any], *, ahead: bool) -> int:
     return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
 
 
-def _common(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
-    """The common report of ranks that share their samples."""
-    if len(reports) == 1:
-        return reports[0]
+def _told(said: object, ranks: Sequence[int], rank: int) -> int:
+    """A number for each of `ranks`, of which one says this; their sum is 0 if all say the same, or else it is not."""
+    number = zlib.crc32(repr((ranks, said)).encode())
+    return (len(ranks) - 1) * number if rank == ranks[0] else -number
+
+
+def _counts_tokens(counts: Iterable[Any]) -> bool:
+    return any(isinstance(one, TokenCount) for one in counts)  # the caller's own count may count this rank's part alone
+
+
+def _refuse_unlike(ranks: Sequence[int], reports: Sequence[RankReport]) -> None:
+    """Raises if ranks that share their samples report other ones."""
     for name, seen in ALIKE.items():
         values = [getattr(one, name) for one in reports]
         if len(set(values)) > 1:
@@ -123,11 +147,6 @@ def _common(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
                 f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(values)}; give "
                 "them the same batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
             )
-    return reports[0]._replace(
-        no_more_after=all(one.no_more_after for one in reports),
-        has_stand_in=all(one.has_stand_in for one in reports),
-        reduce_afterwards=any(one.reduce_afterwards for one in reports),
-    )
 
 
 def _refuse_unlike_parts(ranks: Sequence[int], reports: Sequence[RankReport], counts_tokens: bool) -> None:

@@ -92,7 +92,7 @@ class Contrast:
             for one in part
             if _has_gradient(one) and one.numel()
         ]
-        total = sum(window.plan.num_counted)
+        total = window.plan.num_micro_batches
         carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
         # Checking that encode returns the same again costs a read on the host, so only the first windows do it.
         verifies, differences = self.job.num_contrasts < PROOFS, list[Tensor]()

@@ -28,7 +28,7 @@ OK, OUT_OF_MEMORY, FAILED = range(3)  # votes of a rank
 
 
 class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
-    """Another rank failed; the argument is the list of all votes."""
+    """Another rank failed; the argument is the result of the vote."""
 
 
 @final
@@ -55,8 +55,9 @@ class Agreement(Extension):
         if any(votes := self.vote(OK)):
             raise FailedElsewhere(votes)
 
-    def vote(self, own: int) -> list[int]:
-        return [int(row[0]) for row in self._engine.peers.gather([float(own)], everyone=True)]
+    def vote(self, own: int) -> list[float]:
+        """Returns whether any rank has failed, and whether any is out of memory."""
+        return self._engine.peers.largest([own == FAILED, own == OUT_OF_MEMORY], everyone=True)
 
 
 def run_all(window: Window, loss_fn: LossFn) -> None:
@@ -119,7 +120,7 @@ def retry(
             _settle(planner, window, agreement, error)
         else:
             plan = window.plan
-            fit_of(job).succeeded(plan.largest, max(plan.num_counted), plan.largest_sample)
+            fit_of(job).succeeded(plan.largest, plan.most, plan.largest_sample)
             return update
         free()
 
@@ -135,9 +136,10 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
                 raise error  # the others are out of reach in the reduction, or have failed in the same way
             peers.tell(error)
         try:
-            votes = agreement.vote(OUT_OF_MEMORY if is_short else FAILED) if is_own else error.args[0]
+            vote = OUT_OF_MEMORY if is_short else FAILED
+            any_failed, _ = agreement.vote(vote) if is_own else error.args[0]
             told = in_short(error) if is_own else ""  # also of memory, which may have kept the others waiting
-            failed = peers.gather_objects(told, everyone=True) if FAILED in votes else []
+            failed = peers.gather_objects(told, everyone=True) if any_failed else []
         except DistaccumError as lost:
             raise DistaccumError(
                 f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "
@@ -150,7 +152,7 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
             "was stepped",
         )
         if not fit_of(planner.job).ran_out(largest):
-            where = ranks_where([vote == OUT_OF_MEMORY for vote in votes])
+            where = ranks_where([is_so for (is_so,) in peers.gather([is_short], everyone=True)])
             seen = f": {in_short(error)}" if is_own else ""
             raise DistaccumError(
                 f"a micro-batch of {largest} sample does not fit into the memory of rank {where}{seen}; nothing was "

@@ -108,24 +108,25 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator
 
 
-def train(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=2)
+def train(rank, num, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=num)
     model = DistributedDataParallel(nn.Linear(8, 8))
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
     for window in accumulator.windows([torch.randn(4, 8) for _ in range(6)]):
         for x in window:
             window.backward(model(x).square().mean())
-        if rank and window.index == 2:
+        if rank % 3 == 1 and window.index == 2:
             time.sleep(0.5)
         update = window.step()
     return accumulator, model, window, update
 
 
 ranks = {}
-for words in ("hold", "destroy", "delete", "delete, destroy"):
-    for rank in range(2):
+for words in ("hold", "destroy", "delete", "delete, destroy", "9 hold", "9 delete, destroy"):
+    num = 9 if words[0] == "9" else 2  # nine are in blocks of three
+    for rank in range(num):
         if not (pid := os.fork()):
-            held = train(rank, f"{sys.argv[1]}/{words}")
+            held = train(rank, num, f"{sys.argv[1]}/{words}")
             if "destroy" in words:
                 dist.destroy_process_group()
             if "delete" in words:

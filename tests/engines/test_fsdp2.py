@@ -41,10 +41,14 @@ def make(sync: str = "last", lr: float = 0.0, **options: Any) -> Any:
 
 
 def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
-    """Counts by kind; a collective of a few numbers is "small"."""
+    """Counts by kind; a collective of a few numbers is "small", and so are the rows that we gather."""
     kinds: dict[str, int] = {}
     for name, size in collectives:
-        kind = "small" if size <= 16 else name.strip("_").replace("_base", "").replace("_single", "")
+        kind = (
+            "small"
+            if size <= 16 or name == "allgather_"
+            else name.strip("_").replace("_base", "").replace("_single", "")
+        )
         kinds[kind] = kinds.get(kind, 0) + 1
     return kinds
 

@@ -368,14 +368,15 @@ def test_update_adds_one_small_collective():
     Then the samples of rank 1 alone are longer than any that have fitted, until these are proven too.
     """
     model, accumulator = make(DistributedDataParallel(make_net_without_router()), 0.1, micro_batch_size=2)
-    for i, reductions in enumerate([3, 3, 2, 2, 3, 3, 2]):
+    # The plan, the vote, the record; and which gradients ranks have, where the library reduces.
+    for i, exchanges in enumerate([4, 4, 3, 3, 4, 4, 3]):
         x = make_batch(8, seed=i)["x"]
         x = torch.cat([x, x], 1) if i > 3 and dist.get_rank() == 1 else x
         with Counting() as counting:
             accumulator.update({"x": x}, partial(loss_of, model)).loss  # noqa: B018
             names = [name for name, _ in counting.take()]
-        gathers = 2 if i else 3  # the first plan compares ranks
-        assert (names.count("allgather_"), sum("allreduce" in name for name in names)) == (gathers, reductions)
+        num_gathered = exchanges + (i == 0)  # the first plan compares ranks
+        assert (names.count("allgather_"), sum("allreduce" in name for name in names)) == (num_gathered, 1)
 
 
 @on_ranks(2)

@@ -157,7 +157,8 @@ class Comparison:
             once = 1 / engine.peers.num_ranks if is_bare else 1.0
             scale, zero = once if scaler is None else once / scaler.get_scale(), torch.zeros(())
             gradients = [zero if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters]
-            return Measured(gradients, float(sums.sum()) / engine.divisor * once, window.plan.num_counted)
+            kept = tuple(int(num) for (num,) in engine.peers.gather([window.plan.num_here]))
+            return Measured(gradients, float(sums.sum()) / engine.divisor * once, kept)
         finally:
             window.discard()
 

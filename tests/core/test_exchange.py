@@ -1,0 +1,224 @@
+"""Exchanges of rows between few ranks and many: what they give, in which order, and what a lost rank does."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distaccum import DistaccumError
+from distaccum.law import NUM_LARGEST, Plan, RankReport, Reports
+from distaccum.ranks import Peers
+from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating
+
+flags, numbers = st.booleans(), st.integers(0, 2**31)
+reports = st.builds(
+    RankReport, *[numbers] * 4, *[flags] * 8, *[numbers] * 3, st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
+)
+
+
+def merged(rows: list[list[float]]) -> list[float]:
+    columns = list(zip(*rows, strict=True))
+    return [*map(max, columns[:NUM_LARGEST]), *map(sum, columns[NUM_LARGEST:])]
+
+
+@given(st.lists(reports, min_size=1, max_size=9), st.integers(1, 9))
+def test_merged_reports_are_a_report_however_they_are_grouped(given, size):
+    alone = [report.of(rank) for rank, report in enumerate(given)]
+    rows = [report.to_row() for report in alone]
+    assert [*map(Reports.from_row, rows)] == alone
+    whole = Reports.from_row(merged(rows))
+    groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+    assert Reports.from_row(merged([merged(group) for group in groups][::-1])) == whole
+
+    plan = Plan(["a", "b"], whole, given[0].num_counted)
+    counted = [report.num_counted for report in given]
+    assert (plan.fewest, plan.most, plan.num_micro_batches) == (min(counted), max(counted), sum(counted))
+    assert plan.counts == {"a": sum(one.totals[0] for one in given), "b": sum(one.totals[1] for one in given)}
+    assert plan.no_more_after == all(report.no_more_after for report in given)
+    assert plan.all_terms == all(report.all_terms for report in given)
+    stranded = [rank for rank, one in enumerate(given) if not one.num_counted and not one.has_stand_in]
+    assert plan.stranded == (stranded[0] if stranded else None)
+    agreed = [{getattr(one, name) for one in given} for name in ("update", "steps", "agrees")]
+    assert whole.disagree == any(len(values) > 1 for values in agreed)
+
+
+def test_plan_of_thousands_of_reports_costs_as_much_as_of_one():
+    report = RankReport(7, 2, 2, 2, False, True, True, True, False, False, False, False, 0, 0, 0, (4.0,))
+    rows = torch.tensor([report.of(rank).to_row() for rank in range(4096)], dtype=torch.float64)
+    row = [*rows[:, :NUM_LARGEST].amax(0).tolist(), *rows[:, NUM_LARGEST:].sum(0).tolist()]
+    times = []
+    for _ in range(50):
+        begun = time.perf_counter()
+        plan = Plan(["samples"], Reports.from_row(row), 2)
+        times.append(time.perf_counter() - begun)
+    assert plan.counts == {"samples": 4 * 4096}
+    assert min(times) < 1e-4
+
+
+@pytest.mark.parametrize("world", [2, 12])
+@on_ranks()
+def test_exchange_gives_rows_largest_values_and_sums_in_order(world):
+    """With others in flight, which nobody waits for before the next."""
+    rank, peers = dist.get_rank(), Peers(dist.group.WORLD)
+    sums = []
+    for i in range(5):
+        time.sleep(0.02 * (rank * i % 3))
+        values = torch.tensor([float(rank), 1.0, i], dtype=torch.float64)
+        sums.append((values, peers.sum(values)))
+    assert peers.gather([rank, -rank]) == [[one, -one] for one in range(world)]
+    assert peers.largest([rank, -rank, float(rank == 5)]) == [world - 1, 0, world > 5]
+    given = [["words"] * (one % 4) for one in range(world)]
+    assert peers.gather_objects(given[rank]) == given
+    for i, (values, sent) in reversed(list(enumerate(sums))):
+        sent.wait()
+        assert values.tolist() == [world * (world - 1) / 2, world, world * i]
+
+
+@on_ranks(12)
+def test_many_ranks_connect_to_few():
+    """Blocks of four: each rank has its own, and the first ones each other."""
+
+    def connections() -> int:
+        return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
+
+    group = dist.new_group(list(range(12)))
+    before = connections()
+    peers = Peers(group)
+    peers.gather([0.0])
+    assert connections() - before <= 14
+    assert {"size": 4, "num": 12}.items() <= vars(peers._own).items()
+
+
+def failing():
+    yield torch.ones(2, 3)
+    raise KeyError("no row")
+
+
+@on_ranks(12)
+def test_error_and_disagreement_on_many_ranks_name_the_ranks():
+    rank = dist.get_rank()
+    accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2)), 0.1, steps=3 if rank == 6 else 2)[1]
+    with pytest.raises(DistaccumError, match=r"disagree on steps \(rank 0: 2, rank 6: 3\)"):
+        next(accumulator.windows([torch.ones(2, 3)] * 6))
+    accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2)), 0.1, steps=2)[1]
+    loader = failing() if rank == 7 else [torch.ones(2, 3)] * 2
+    with pytest.raises(KeyError if rank == 7 else DistaccumError, match="no row"):
+        next(accumulator.windows(loader))
+
+
+def complete(window, ddp):
+    """Runs a window; returns how far its step is from that of one big batch on all ranks."""
+    model, rows = ddp.module, []
+    before, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    for x in window:
+        window.backward(ddp(x).square().mean())
+        rows += [] if window.stand_in else [x]
+    window.step()
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rows)
+    whole = torch.cat([x for of_rank in every for x in of_rank])
+    weight = before.clone().requires_grad_()
+    nn.functional.linear(whole, weight, bias).square().mean().backward()
+    moved = (before - model.weight.detach()) / 0.1
+    return float((moved - weight.grad).norm() / weight.grad.norm())
+
+
+@on_ranks(12)
+def test_twelve_ranks_that_leave_windows_at_different_places_stay_exact():
+    rank = dist.get_rank()
+    for seed in range(8):
+        together, own = random.Random(seed), random.Random(100 * seed + rank)
+        torch.manual_seed(1000 * seed + rank)
+        ddp, accumulator = accumulating(
+            DistributedDataParallel(nn.Linear(3, 2).double()), 0.1, steps=together.randint(1, 3)
+        )
+        batches = [torch.randn(own.randint(1, 3), 3).double() for _ in range(own.randint(4, 9))]
+        stop = together.randint(1, 4)
+        loader = iter(batches)
+        for number, window in enumerate(accumulator.windows(loader)):
+            how, place = together.choice(["run", "run", "leave", "drop"]), own.randint(0, 3)
+            if how == "run":
+                assert complete(window, ddp) <= 1e-12
+            elif how == "drop":
+                if own.random() < 0.5:
+                    window.discard()
+            elif len(window):
+                for step, x in enumerate(window):
+                    if step == min(place, len(window) - 1):  # never after a reducing backward
+                        break
+                    window.backward(ddp(x).square().mean())
+            else:
+                window.discard()
+            del window
+            if together.random() < 0.3:
+                extra = [torch.randn(2, 3).double() for _ in range(own.randint(1, 2))]
+                assert complete(accumulator.window(extra), ddp) <= 1e-12
+            if number == stop:
+                break
+        for window in accumulator.windows(loader):
+            assert complete(window, ddp) <= 1e-12
+
+
+FAULTS = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from distaccum.law import RankReport
+from distaccum.ranks import Peers
+
+SECONDS = 6
+REPORT = RankReport(7, 2, 2, 2, False, True, True, True, False, False, False, False, 0, 0, 0, (4.0,))
+
+
+def train(rank, num, lost, folder):
+    torch.set_num_threads(1)
+    store = f"file://{folder}/{lost}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num, timeout=timedelta(seconds=SECONDS))
+    peers = Peers(dist.group.WORLD)
+    end = "went on"
+    try:
+        for i in range(4):
+            if rank == lost and i == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            begun = time.monotonic()
+            peers.plan(REPORT)
+    except Exception as error:
+        end = f"{type(error).__name__} {'late' if time.monotonic() - begun > SECONDS + 3 else 'in time'}"
+    os.write(1, f"{lost} {rank} {end}\\n".encode())
+    time.sleep(SECONDS)  # the end of a process would show others that it is lost
+
+
+children = []
+num = int(sys.argv[1])
+for lost in map(int, sys.argv[3:]):
+    for rank in range(num):
+        if not (pid := os.fork()):
+            train(rank, num, lost, sys.argv[2])
+            os._exit(0)
+        children.append(pid)
+for pid in children:
+    os.waitpid(pid, 0)
+"""
+
+
+def test_lost_rank_is_an_error_on_all_others_within_the_timeout(tmp_path):
+    """Killed are a leaf, the first rank of a block, and the first of all; the others stay."""
+    num, lost = 10, [5, 4, 0]
+    command = [sys.executable, "-c", FAULTS, str(num), str(tmp_path), *map(str, lost)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
+    expected = [f"{gone} {rank} LostRanksError in time" for gone in lost for rank in range(num) if rank != gone]
+    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr
