@@ -219,11 +219,6 @@ class Reports(NamedTuple):
     unlike: int = 0  # 0 if ranks with parts of the same samples count the same
     totals: tuple[float, ...] = ()
 
-    @property
-    def disagree(self) -> bool:
-        """True if ranks do what all must do alike differently."""
-        return any(getattr(self, name).least != getattr(self, name).most for name in AGREED)
-
     def to_row(self) -> list[float]:
         spans: Any = self[:NUM_SPANS]
         edges = [edge for least, most in spans for edge in (-least, most)]
@@ -266,6 +261,8 @@ class Plan:
 
     def __init__(self, names: Sequence[str], reports: Reports, num_here: int) -> None:
         """`num_here`: this rank's micro-batches that count."""
+        must_agree = reports.update, reports.steps, reports.agrees
+        self.ranks_agree = all(span.least == span.most for span in must_agree)  # otherwise refuse_to_differ() raises
         self.counts = dict(zip(names, map(as_int_if_whole, reports.totals), strict=True))  # the global denominators
         self.num_here, self.num_micro_batches = num_here, reports.num_micro_batches  # here, and on all ranks
         self.fewest, self.most = reports.num_counted  # micro-batches of a rank

@@ -97,10 +97,10 @@ class Planner:
             all_or_none(failed, found.take_error(), why)
         if reports.changed:
             compare(job)
-        if peers.doubts(reports, counts):
-            peers.compare(peers.gather_objects(found.report, everyone=True), counts)
         names = tuple(SUM if manner.is_sum else job.config.reductions)
         plan = Plan(names, reports, len(found.micros))
+        if not plan.ranks_agree or ((peers.shares_samples or peers.has_parts) and peers.doubts(reports, counts)):
+            peers.compare(peers.gather_objects(found.report, everyone=True), counts)
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)

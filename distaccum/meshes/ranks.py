@@ -87,7 +87,7 @@ class MeshPeers(Peers):
     def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
         # If one batch was cut too little, all are.
         is_whole = self.has_parts and not reports.unlike and _counts_tokens(counts)
-        return super().doubts(reports, counts) or bool(reports.apart) or is_whole
+        return bool(reports.apart) or is_whole
 
     def compare(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> None:
         """Raises if ranks do not go through the samples that they share together, or count them twice."""

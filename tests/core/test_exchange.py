@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_merged_reports_are_a_report_however_they_are_grouped(given, size):
     stranded = [rank for rank, one in enumerate(given) if not one.num_counted and not one.has_stand_in]
     assert plan.stranded == (stranded[0] if stranded else None)
     agreed = [{getattr(one, name) for one in given} for name in ("update", "steps", "agrees")]
-    assert whole.disagree == any(len(values) > 1 for values in agreed)
+    assert plan.ranks_agree == all(len(values) == 1 for values in agreed)
 
 
 def test_plan_of_thousands_of_reports_costs_as_much_as_of_one():
@@ -108,7 +109,7 @@ def failing():
 @on_ranks(12)
 def test_error_and_disagreement_on_many_ranks_name_the_ranks():
     rank = dist.get_rank()
-    accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2)), 0.1, steps=3 if rank == 6 else 2)[1]
+    accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2)), 0.1, steps=lambda _: 3 if rank == 6 else 2)[1]
     with pytest.raises(DistaccumError, match=r"disagree on steps \(rank 0: 2, rank 6: 3\)"):
         next(accumulator.windows([torch.ones(2, 3)] * 6))
     accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2)), 0.1, steps=2)[1]
@@ -137,6 +138,7 @@ def complete(window, ddp):
 @on_ranks(12)
 def test_twelve_ranks_that_leave_windows_at_different_places_stay_exact():
     rank = dist.get_rank()
+    warnings.filterwarnings("ignore", message="windows.. got")  # some loaders have nothing left
     for seed in range(8):
         together, own = random.Random(seed), random.Random(100 * seed + rank)
         torch.manual_seed(1000 * seed + rank)
