@@ -165,7 +165,7 @@ class RankReport(NamedTuple):
     totals: tuple[float, ...]  # denominators by name
 
     def of(self, rank: int) -> Reports:
-        """What `rank` alone reports, to be merged with what others do."""
+        """The report of `rank` alone, to be merged with others."""
         is_stranded = not (self.num_counted or self.has_stand_in)
         return Reports(
             update=Span(self.update, self.update),
@@ -195,7 +195,7 @@ class Span(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """What any number of ranks report together. Travels as a row of floats (exact up to 2**53).
+    """The report of any number of ranks together. Travels as a row of floats (exact up to 2**53).
 
     Rows are merged in any order: the first `NUM_LARGEST` columns to their largest value, the others to their sum.
     """

@@ -133,7 +133,7 @@ class Peers:
         return lambda: Reports.from_row(sent.wait()[0].tolist())
 
     def report_of(self, report: RankReport) -> Reports:
-        """What this rank adds to the merged report."""
+        """The report of this rank alone, to be merged."""
         return report.of(self.rank)
 
     def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
