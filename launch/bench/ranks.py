@@ -62,7 +62,7 @@ def measured(ranks: int, rounds: int) -> dict[str, float]:
 
 
 def modelled(ranks: int) -> dict[str, int]:
-    """Of a plan: hops one after the other, messages of all ranks, and of the busiest rank messages, bytes and sockets."""
+    """Of a plan: hops one after the other, messages of all, and of the busiest rank messages, bytes and sockets."""
     size = 1 if ranks <= FLAT else math.isqrt(ranks - 1) + 1
     below = size - 1 + -(-ranks // size) - 1  # ranks that the first of all hears, and answers
     return {"hops": 4, "messages": 2 * (ranks - 1), "busiest": 2 * below, "bytes": below * BYTES, "sockets": 2 * below}
@@ -94,8 +94,8 @@ def main() -> None:
         about,
         "Reports are merged on the way up a tree of blocks of about the square root of the ranks, and one row comes "
         f"down; up to {FLAT} ranks gather theirs. The ring gathers every rank's row on every rank, and reads it.",
-        f"Measured: milliseconds of a plan, {options.rounds} in a row: elapsed, of the processor on all ranks together, "
-        "and on the busiest one. More ranks than cores take turns.",
+        f"Measured: milliseconds of a plan, {options.rounds} in a row: elapsed, of the processor on all ranks, and "
+        "on the busiest one. More ranks than cores take turns.",
     )
     heads = ["ranks", "made, s", "more sockets on a rank", "plan", "processor, all", "at most on a rank"]
     lines += table(
