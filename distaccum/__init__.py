@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulator import Accumulator as Accumulator
+    from .auditing.session import audit as audit
     from .cutting import count_samples as count_samples
     from .cutting import count_tokens as count_tokens
     from .extension import Extension as Extension
     from .feeding.by_cost import ByCost as ByCost
     from .law import DistaccumError as DistaccumError
     from .runs.check.report import Report as Report
-    from .tools.audit.session import audit as audit
     from .tools.plan.forecast import plan as plan
     from .tools.plan.report import Forecast as Forecast
     from .update import Update as Update
@@ -27,7 +27,7 @@ _MODULES = {
     "Report": "runs.check.report",
     "Update": "update",
     "Window": "window",
-    "audit": "tools.audit.session",
+    "audit": "auditing.session",
     "count_samples": "cutting",
     "count_tokens": "cutting",
     "plan": "tools.plan.forecast",

@@ -265,6 +265,6 @@ def _add_audit(commands: Any) -> None:
 def _audit(given: argparse.Namespace) -> int:
     if given.updates is not None:
         whole_number("--updates", given.updates, "; leave it out to run the script to its end")
-    from .audit.run import run
+    from ..auditing.run import run
 
     return run(given)

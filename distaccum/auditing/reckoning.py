@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ...extensions.receipt import NUM, explain
-from ...law import shorten
+from ..law import shorten
+from .receipt import NUM, explain
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Key = tuple[int, int]  # the optimizer's place, and the update's index

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import Accumulator, DistaccumError, count_tokens
-from distaccum.extensions import Receipt
+from distaccum.auditing import Receipt
 from tests.support.engines import TORCH, import_deepspeed, zero_config
 from tests.support.ranks import mesh_of, on_ranks
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ...extensions.receipt import block_of, is_seen, project
-from ...norms import names_of
+from ..norms import names_of
 from .private import gathered_parameters, is_hooked
+from .receipt import block_of, is_seen, project
 
 Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")

@@ -27,8 +27,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
-from ...batchnorm import batchnorms
-from ...window import Window
+from ..batchnorm import batchnorms
+from ..window import Window
 from . import private
 from .criterions import count_of, hearing, reduction_of, unit_of
 from .ledger import Ledger, quietly
@@ -38,7 +38,7 @@ FIRST, EVERY = 16, 16  # receipts are taken in the first updates, then in every 
 AFTER_EACH = 4  # updates with receipts after each backward too
 KEPT = 2000  # updates
 PRINTED = 1 << 16  # the most numbers of a target that its print is made of
-OURS = f"{Path(__file__).parents[2]}{os.sep}"
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
 BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # of the user, or of another prefix

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...law import shorten
-from .receipts import Fault, Key, Reckoning, Seen, columns, same_on_all
+from ..law import shorten
+from .reckoning import Fault, Key, Reckoning, Seen, columns, same_on_all
 from .weights import CONTRAST, Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
 
 Verdict = tuple[list[Fault], list[str], dict[str, int]]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import dataloader
 
-from ...engines import base
-from ...engines.private import fsdp2
+from ..engines import base
+from ..engines.private import fsdp2
 
 LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook shows the time spent in a loader
 FUSED = "ChunkedLogProbFunctionBackward"  # TRL's criterion, which is no function of torch

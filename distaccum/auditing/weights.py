@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...law import plural
+from ..law import plural
 from .criterions import BY_CLASS
-from .receipts import Fault, Key, Reckoning
+from .reckoning import Fault, Key, Reckoning
 
 BOUND = 1 + 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")

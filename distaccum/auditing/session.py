@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from ...law import plural, whole_number
-from ..terminal import fitted
+from ..law import plural, whole_number
+from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
-from .receipts import Fault
+from .reckoning import Fault
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 

@@ -1,1 +1,0 @@
-"""`distaccum audit`: what the accumulation of an unchanged script does."""
