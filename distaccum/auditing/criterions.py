@@ -86,13 +86,18 @@ def unit_of(name: str, given: dict[str, Any]) -> str:
 
 
 def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
-    """The number of tokens or elements that its mean divides by, left on its device, and the number of rows."""
+    """The number of tokens or elements that its mean divides by, left on its device, and the number of rows.
+
+    Without a reduction, a mask of the tokens that count.
+    """
     first: Any = next(given[key] for key in ("input", "log_probs", "input1", "anchor") if key in given)
     target = given.get("target", given.get("targets"))
     rows = len(first) if first.ndim else 1
     if name in BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
         kept = target != given.get("ignore_index", -100)
         weight = given.get("weight")
+        if reduction_of(given) == "none":
+            return kept, rows  # of which backward may leave out more
         return (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum()), rows
     if name in BY_CLASS:  # its targets are probabilities
         return first.numel() // (first.shape[1] if first.ndim > 1 else first.shape[0]), rows

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Sequence, Set
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..law import shorten
+from ..law import plural, shorten
 from .reckoning import Fault, Key, Reckoning, Seen, columns, same_on_all
-from .weights import CONTRAST, Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
+from .weights import CONTRAST, AllParts, Updates, among_updates, is_one_mean, parts_of, within_updates, without_backward
 
-Verdict = tuple[list[Fault], list[str], dict[str, int]]
 ONE = torch.ones(1)
+WHERE = ("eval", "again", "late")  # wrong wherever they are
+LOGGED = 1e-3  # a bound that no gradient comes near to is there for its norm
 ALONE = "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 TRAINERS = {
@@ -25,6 +26,7 @@ TRAINERS = {
 }
 EVENTS = {
     "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
+    "late": ("clips after the step, which has used the gradient unclipped", "clip before the step"),
     "unscale": ("unscales in the middle of a window, to which others are added", "call unscale_ before the step"),
     "schedule": ("steps the schedule in the middle of a window", "step it after the optimizer, once per update"),
     "again": ("steps again with the gradient of the step before", "step once per backward, and clear after the step"),
@@ -32,17 +34,25 @@ EVENTS = {
 }
 
 
+class Verdict(NamedTuple):
+    """Faults, notes on what is none, what could not be judged, and how much was."""
+
+    faults: list[Fault]
+    notes: list[str]
+    unjudged: list[str]
+    judged: dict[str, int]
+
+
 def verdict(seen: Seen) -> Verdict:
-    """Returns faults, notes, and how much was judged."""
     at_work = [one for one in seen if one["updates"]] or seen
     groups = _groups(at_work)
-    faults, notes, judged = _together([_judge(group) for group in groups])
+    faults, notes, unjudged, judged = _together([_judge(group) for group in groups])
     if len(groups) > 1:
         notes.append(f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone")
     if idle := [str(one["rank"]) for one in seen if one not in at_work]:
         notes.append(f"rank {', '.join(idle)} makes no update")
     trainers = {update.get("trainer", "") for one in seen for update in one["updates"]}
-    return [_cured(one, trainers) for one in faults], notes, judged
+    return Verdict([_cured(one, trainers) for one in faults], notes, unjudged, judged)
 
 
 def _each(seen: Seen) -> Verdict:
@@ -50,11 +60,11 @@ def _each(seen: Seen) -> Verdict:
 
 
 def _together(judged: Sequence[Verdict]) -> Verdict:
-    every = [one for found, _, _ in reversed(judged) for one in reversed(found)]
+    every = [fault for one in reversed(judged) for fault in reversed(one.faults)]
     faults = {(one.kind, one.text if one.kind == "shared" else one.where): one for one in every}
-    notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
-    most = {what: max(counts[what] for _, _, counts in judged) for what in judged[0][2]}
-    return sorted(faults.values(), key=lambda one: one.where), list(notes), most
+    notes, unjudged = (dict.fromkeys(text for one in judged for text in one[i]) for i in (1, 2))
+    most = {what: max(one.judged[what] for one in judged) for what in judged[0].judged}
+    return Verdict(sorted(faults.values(), key=lambda one: one.where), list(notes), list(unjudged), most)
 
 
 def _cured(one: Fault, trainers: Set[str]) -> Fault:
@@ -75,26 +85,43 @@ def _judge(seen: Seen) -> Verdict:
     known = ((place, fault) for (place, _), one in sorted(found.items()) for fault in one.faults if place not in moved)
     faults = [fault for place, fault in known if place not in own or fault.kind not in ("uneven", "stale")]
     faults += _cleared(seen, kept | own | moved)
-    notes = [_pace(seen)] * any(one["updates"] for one in seen) + [note for one in found.values() for note in one.notes]
+    notes, unjudged = ([note for one in found.values() for note in getattr(one, of)] for of in ("notes", "unjudged"))
     gone = [(line, ranks[0]["line"]) for ranks in updates.values() for line in ranks[0]["gone"]]
     notes += [f"{of}: steps with some backwards of {line}, and another optimizer with the others" for line, of in gone]
     updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
     updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
-    terms, apart = terms_of(updates, notes), _apart(seen, updates, notes)
+    parts, apart = parts_of(updates), _apart(seen, updates, notes)
     compared = sum(one.factor is not None or bool(one.faults) for one in found.values())
     alone = {key: one.alone for key, one in found.items() if one.alone}
-    if 0 < len(alone) == compared and not any(one["wrapped"] for one in seen) and not is_one_mean(terms, alone):
-        each, more, judged = _each(seen)
+    if 0 < len(alone) == compared and not any(one["wrapped"] for one in seen) and not is_one_mean(parts, alone):
+        each = _each(seen)
         note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
-        return each, [note, *more], judged
-    faults += within_updates(terms, len(seen), notes) + among_updates(terms, updates, found, notes)
-    faults += without_backward(terms, updates)
-    faults += _traffic(seen, updates, notes) + _events(seen, updates) + (apart or [])
+        return each._replace(notes=[note, *each.notes])
+    faults += within_updates(parts, len(seen), notes, unjudged)
+    doubts: list[str] = []
+    faults += among_updates(parts, updates, found, notes, doubts) + without_backward(parts, updates)
+    faults += _traffic(seen, updates, notes) + _events(seen, updates, notes) + (apart or [])
     kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
-    hidden = ["not reduced"] * (apart is None) + ["window"] * ("cleared" in kinds)
-    if updates and not compared and not any(one.notes for one in found.values()):
-        notes.append("not seen: receipts, since what is stepped has no gradient from backward, or in another shape")
-    return [one for one in faults if one.kind not in hidden], notes, {"weights": len(terms), "receipts": compared}
+    hidden = ["not reduced"] * (apart is None) + ["uneven"] * ("clip" in kinds)
+    hidden += ["window", "lost"] * ("cleared" in kinds)
+    if updates and not compared and not any(one.unjudged for one in found.values()):
+        unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
+    judged = {"weights": len({(place, part.site) for place in parts for part in parts[place] if not part.is_own})}
+    unjudged += doubts * (not faults) + _not_weighed(parts)
+    hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
+    left = [one._replace(kind=one.kind.removeprefix("run's ")) for one in faults if one.kind not in hidden]
+    return Verdict(left, notes, unjudged, judged | {"receipts": compared})
+
+
+def _not_weighed(parts: AllParts) -> list[str]:
+    """Says which share of the backwards has a loss of the script's own."""
+    own = Counter(part.line for every in parts.values() for part in every if part.is_own)
+    places = {(place, part.index, part.rank, part.backward, part.line) for place in parts for part in parts[place]}
+    num = Counter(line for *_, line in places)
+    return [
+        f"weights of {times} of {num[line]} backwards in {line}, whose loss is wholly or in part the script's own"
+        for line, times in own.items()
+    ]
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
@@ -108,7 +135,8 @@ def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int
         is_unclear = one.factor is None or one.faults or one.notes
         if is_unclear and any(backward["cleared"] for each in ranks for backward in each["backwards"]):
             every = Reckoning(seen, ranks, before.get(place))
-            if every.factor is not None or any(fault.kind == "lost" for fault in every.faults):
+            by_hand = not any(backward["cleared"] and backward["cleared"][1] for backward in ranks[0]["backwards"])
+            if every.factor is not None or (by_hand and any(fault.kind == "lost" for fault in every.faults)):
                 one, kept = every, kept | {place}
         found[place, index], before[place] = one, one.closed
     return found, kept
@@ -151,8 +179,8 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
         own = {backward["line"] for backwards in used for backward in backwards}
         last = [update["backwards"][-1] for update in updates if not update.get("closed", ONE).any()]
         own |= {backward["line"] for backward in last if backward["cleared"]}
-        every = enumerate([*(update["backwards"] for update in updates), rest])
-        gone = [(tuple(b["cleared"] or ("", "")), i) for i, each in every for b in each if b["line"] in own]
+        every = [*(update["backwards"] for update in updates), rest]
+        gone = [(tuple(b["cleared"] or ("", "")), i) for i, each in enumerate(every) for b in each if b["line"] in own]
         groups = Counter(key for key, _ in gone if key[1])
         when = {key: i for key, i in reversed(gone) if key[1]}
         lengths = {*map(len, used)}
@@ -165,15 +193,20 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
                 by_line[line, ended] += num
         for (line, ended), num in by_line.items():
             if (line, False) not in by_line:
-                text = f"clears {num} micro-batches at an epoch's end before any step"
+                text = f"clears {plural(num, 'micro-batch')} at an epoch's end before any step{_share(num, every)}"
                 faults.append(Fault("tail", line, text, TAIL))
             elif not ended:
                 text = f"clears {num + by_line.get((line, True), 0)} backwards before any step"
                 faults.append(Fault("cleared", line, text, "clear gradients after the step alone"))
         left = [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]
         if left and one["ended"]:  # not by an error or Ctrl-C
-            faults.append(Fault("tail", left[-1], f"no step follows the run's last {len(left)} micro-batches", TAIL))
+            text = f"no step follows the run's last {plural(len(left), 'micro-batch')}{_share(len(left), every)}"
+            faults.append(Fault("run's tail", left[-1], text, TAIL))
     return faults
+
+
+def _share(num: int, backwards: Sequence[Sequence[Any]]) -> str:
+    return f": {num / sum(map(len, backwards)):.0%} of all"
 
 
 def _are_multiples(indices: Sequence[int]) -> bool:
@@ -181,16 +214,28 @@ def _are_multiples(indices: Sequence[int]) -> bool:
     return indices[0] > 0 and all(one == (i + 1) * indices[0] for i, one in enumerate(indices))
 
 
-def _events(seen: Seen, updates: Updates) -> list[Fault]:
+def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
     faults = []
     for one in seen:
         found: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
         for update in one["updates"]:
             lines = [backward["line"] for backward in update["backwards"]]
-            for kind, line, before, _ in update["events"]:
-                if line and (kind in ("eval", "again") or (kind in EVENTS and {*lines[:before]} & {*lines[before:]})):
+            for kind, line, before, over in update["events"]:
+                if kind in ("clip", "late") and over <= LOGGED:
+                    continue
+                if kind == "clip" and over <= 1:
+                    kind = "idle clip"
+                if line and (
+                    kind in WHERE or (kind in (*EVENTS, "idle clip") and {*lines[:before]} & {*lines[before:]})
+                ):
                     found[kind, line].append(update["index"])
+        clips = {update["index"] for update in one["updates"] if any(kind == "clip" for kind, *_ in update["events"])}
         for (kind, line), where in found.items():
+            if kind == "late" and clips.issuperset(where):
+                continue
+            if kind == "idle clip":
+                notes.append(f"{line}: clips in the middle of a window, which has changed nothing so far")
+                continue
             # A schedule may step at an epoch's end, anywhere in a window
             if kind != "schedule" or 2 * len(where) >= len(seen[0]["updates"]):
                 text, hand = EVENTS[kind]
@@ -285,17 +330,3 @@ def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None
     apart = [about["name"][i] for i in (same[0] & ~same[-1]).nonzero().flatten().tolist()]
     text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
     return [Fault("apart", known[0][0]["line"], text, "reduce every gradient on every rank")] if apart else []
-
-
-def _pace(seen: Seen) -> str:
-    """Says how long the slowest rank waited for its loader, and the fastest for other ranks, after the first update."""
-    every = [one["updates"][1:] for one in seen]
-    total = sum(update["seconds"] for update in every[0]) or 1.0
-    loader = max(sum(update["waited"] for update in updates) for updates in every) / total
-    works = [[update["worked"] for update in updates] for updates in every]  # until the last backward begins
-    others = sum(max(one) - min(one) for one in zip(*works, strict=False)) / total
-    drawn = [[backward["drawn"] for backward in update["backwards"]] for update in every[0]]
-    at_once = sum(two[0] - one[-1] >= len(two) > 1 for one, two in pairwise(drawn))
-    text = f"waits for the loader {loader:.0%}, and for other ranks {others:.0%} of the time"
-    text += ", and draws each window at once" if at_once * 2 > len(drawn) - 1 > 0 else ""
-    return f"{text} (between its steps)" if total > 2 and max(loader, others) > 0.1 else ""

@@ -20,7 +20,10 @@ SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCo
 _MORE = """Add Alias AsStrided Cat Clone Expand Gather Index IndexAdd IndexSelect Mean NanToNum Nansum Permute Repeat
 ReshapeAlias Rsub ScatterAdd Select Slice Split SplitWithSizes Squeeze Stack Sub T Transpose Unbind UnsafeView Unsqueeze
 Where"""
+CHAIN = ("Div", "Mul", "Neg", "Add", "View", "ToCopy", SINK)  # between a loss of a script's own and what divides it
 LINEAR = {*SUMS, *_MORE.split()}  # nodes that scale and add up
+
+OWN, BENEATH = "own", 64  # what is no sum; how many nodes are looked at for a criterion beneath it
 
 
 def backwards() -> Iterator[tuple[Any, str, int]]:
@@ -69,32 +72,47 @@ def num_dims(one: Any) -> int:
     return int(one._base.ndim if one._is_view() else one.ndim)
 
 
-def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 64) -> None:
+def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 256) -> list[list[Any]]:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
     Also each other term that is added to it ("add"), and whether it goes through anything but sums ("own"). `hear` gets
-    the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives.
+    the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives. Returns such numbers of
+    each addend that is no criterion's.
     """
     edges = [(getattr(one, "grad_fn", None), 0) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
-    todo: list[tuple[Any, list[Any], bool]] = [(edge, [], True) for edge in edges if edge[0] is not None]
-    reached = set[int]()
-    for (node, place), path, is_sum in todo:
+    # Edge, path, whether all of it is a sum, the path to a node that is not in CHAIN, and the number of one in no sum
+    todo: list[tuple[Any, list[Any], bool, Any, int]] = [(edge, [], True, None, -1) for edge in edges if edge[0]]
+    reached, own = set[int](), dict[int, list[Any]]()
+    for i, ((node, place), path, is_sum, root, above) in enumerate(todo):
         kind, _, overload = node.name().rpartition("Backward")
         name = kind if overload.isdigit() else node.name()
         if (term := node.metadata.get("distaccum")) is not None:
-            term["divisors"] = [*path, ("own", None)] if id(term) in reached else path
+            term["divisors"] = [*path, (OWN, None)] if id(term) in reached else path
             reached.add(id(term))
-        elif name == FUSED and is_sum:
+            own.pop(above, None)
+            continue
+        if name == FUSED and is_sum:
             hear(node, path)
-        elif len(todo) < most:
-            is_sum &= name in SUMS
-            edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
-            edges = [(i, edge) for i, edge in enumerate(edges) if edge[0] is not None]
-            if name not in ("Div", "Mul"):
-                more = [("add", None)] * (len(edges) - 1) + [("own", None)] * (name not in LINEAR and name == kind)
-                todo += [(edge, [*path, *more], is_sum) for _, edge in edges]
-            for i, edge in edges if name in ("Div", "Mul") else ():  # torch documents `_saved` names
-                by = node._saved_self if i else node._saved_other
-                how = "own" if i and name == "Div" else name.lower()
-                by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
-                todo.append((edge, [*path, (how, by)], is_sum and not getattr(by, "ndim", 0)))
+            continue
+        root = path if root is None and name not in CHAIN else root
+        if above < 0 and (name not in LINEAR or len(todo) >= most):
+            above, own[i] = i, path if root is None else root
+        if len(todo) >= (most if above < 0 else BENEATH):
+            continue
+        is_sum &= name in SUMS
+        edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
+        edges = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
+        if name not in ("Div", "Mul"):
+            more = [("add", None)] * (len(edges) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind)
+            todo += [(edge, [*path, *more], is_sum, root, above) for _, edge in edges]
+        for k, edge in edges if name in ("Div", "Mul") else ():  # torch documents `_saved` names
+            by = node._saved_self if k else node._saved_other
+            how = OWN if k and name == "Div" else name.lower()
+            by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
+            todo.append((edge, [*path, (how, by)], is_sum and not getattr(by, "ndim", 0), root, above))
+    return [*own.values()]
+
+
+def source_of(iterator: Any) -> int:
+    """A number that is the same for all passes over a loader."""
+    return id(getattr(iterator, "_dataset", iterator))

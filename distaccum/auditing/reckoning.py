@@ -51,7 +51,7 @@ class Reckoning:
     def __init__(self, seen: Seen, updates: Seen, before: Tensor | None) -> None:
         first = updates[0]
         self.faults: list[Fault] = []
-        self.notes: list[str] = []
+        self.notes, self.unjudged = list[str](), list[str]()
         self.factor: float | None = None
         self.alone: list[float] = []
         self.shared, self.is_own = "", False
@@ -74,7 +74,7 @@ class Reckoning:
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
         reached = [one[one.any(-1)] for one in (one.any(-1) for one in self.received)]
-        drawn = {backward["drawn"] for one in updates for backward in one["backwards"]}
+        drawn = {tuple(backward["batch"]) for one in updates for backward in one["backwards"]}
         self.is_tasks = len(drawn) == 1 and any(bool((one != one[:1]).any()) for one in reached)
         self._judge(sharded | same_on_all([one["values"] for one in updates], about["vector"]))
 
@@ -83,7 +83,7 @@ class Reckoning:
         gone = judged & (self.closed.norm(dim=-1).amax(0) == 0)
         if gone.any() and gone[judged].all():
             why = f"no parameter has a gradient when {self.line} steps: lost, or an engine keeps it elsewhere"
-            self.notes.append(f"not seen: receipts, since {why}")
+            self.unjudged.append(f"receipts, since {why}")
         elif gone.any():
             lacks = f"{self.line} steps without a gradient of {self._named(gone)}"
             self.notes.append(f"{lacks}, although backward gave one")
@@ -109,8 +109,9 @@ class Reckoning:
         if (wrong & ~rounded).any():
             found = found or self._compare(wrong, factor)
             if not found:
-                self.is_own, what = True, f"what the script does with the gradient of {self._named(wrong)}"
-                self.notes.append(f"not seen: {what} before it steps")
+                self.is_own = True
+                text = f"what the script does with the gradient of {self._named(wrong)} before it steps"
+                self.unjudged.append(text)
         elif rounded.any() and not found:
             half, most = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16", False
             what = f"the gradient of {self._named(rounded)} is rounded on its way to the step"

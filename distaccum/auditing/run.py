@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -24,7 +25,9 @@ def run(given: Any) -> int:
     def tell(report: Audit) -> None:
         with suppress(BrokenPipeError):  # the report goes to stderr, which may still be open
             sys.stdout.flush()
-        print(report, file=sys.stderr, flush=True)
+        launched = report.status and "TORCHELASTIC_RUN_ID" in os.environ
+        noise = f"\nWhat torchrun adds below is about the exit status, {report.status}; no rank has failed otherwise."
+        print(f"{report}{noise * bool(launched)}", file=sys.stderr, flush=True)
         if given.json is not None:
             Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
         if given.plot is not None:
@@ -40,7 +43,9 @@ def run(given: Any) -> int:
             status, report.ended = 2, False
     if isinstance(status, str):  # sys.exit("a message")
         print(status, file=sys.stderr)
-    return 1 if isinstance(status, str) else status or report.status
+    if isinstance(status, str) or status:
+        return 1 if isinstance(status, str) else status
+    return report.status
 
 
 def _prepare(given: Any) -> CodeType:

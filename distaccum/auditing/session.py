@@ -30,15 +30,18 @@ class Audit:
 
     Attributes:
         findings (list[Fault]): What is wrong: `kind`, `where`, `text`, `by_hand`, `window`.
-        notes (list[str]): What is no mistake, and what was not seen.
+        notes (list[str]): What is no mistake.
+        unjudged (list[str]): What could not be judged.
         updates (int): Updates that were seen.
         ranks (int): Ranks that told what they saw.
         judged (dict[str, int]): How many criterions' weights were judged, and the receipts of how many updates.
-        status (int): 0 right, 1 something is wrong, 2 nothing could be judged.
+        status (int): 0 right, 1 something is wrong, 2 nothing could be judged, 3 nothing wrong was seen, but not
+            everything was judged.
     """
 
     findings: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
     updates: int = 0
     ranks: int = 1
     status: int = 2
@@ -48,12 +51,12 @@ class Audit:
     seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def assert_right(self) -> None:
-        """Raises an AssertionError with the report unless all that was seen is right."""
+        """Raises an AssertionError with the report unless everything was judged, and is right."""
         if self.status:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("status", "updates", "ranks", "judged", "notes")
+        names = ("status", "updates", "ranks", "judged", "notes", "unjudged")
         return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
 
     def __str__(self) -> str:
@@ -61,28 +64,34 @@ class Audit:
         texts = {"weights": ("weights in", "criterion"), "receipts": ("receipts of", "update")}
         seen = [f"{texts[what][0]} {plural(num, texts[what][1])}" for what, num in self.judged.items() if num]
         looked = ", ".join([*seen, "order of calls"])
-        lines = [f"audit: right in all that was seen of {about}: {looked}"]
-        if missing := [what for what, num in self.judged.items() if not num]:
-            lines = [f"audit: nothing wrong was seen in {about}: {looked}; {' and '.join(missing)} were not judged"]
-        if self.status == 2:
+        lines = [f"audit: right in {about}: {looked}"]
+        if self.status == 3:
+            lines = [f"audit: nothing wrong was seen in {about}, but not everything was judged: {looked}"]
+        elif self.status == 2:
             lines = ["audit: nothing could be judged: no optimizer of this process stepped what a backward gave"]
         elif num := len(self.findings):
             lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
+        windows = {one.window for one in self.findings}
         for one in self.findings:
-            lines += [f"  {one.where}: {one.text}", f"    by hand: {one.by_hand}", f"    window: {one.window}"]
-        lines += [f"  note: {note}" for note in self.notes]
+            lines += [f"  {one.where}: {one.text}", f"    by hand: {one.by_hand}"]
+            lines += [f"    window: {one.window}"] * (len(windows) > 1)
+        lines += [f"  window: {window}" for window in windows if len(windows) == 1]
+        lines += [f"  note: {note}" for note in self.notes] + [f"  not judged: {text}" for text in self.unjudged]
         return fitted(line.replace(f"{Path.cwd()}{os.sep}", "") for line in lines)
 
     def judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
-        self.findings, self.notes, self.judged = quietly(verdict)(self.seen) or ([], [], {})
-        self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
+        self.findings, self.notes, self.unjudged, self.judged = quietly(verdict)(self.seen) or ([], [], [], {})
+        self.unjudged += [*(f"the audit itself failed, {one}" for one in failures), *watch.unjudged]
         if lost := mine["world"] - self.ranks:
-            self.notes.append(f"not seen: {lost} of {mine['world']} ranks, which did not tell what they saw (--folder)")
+            text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"
+            self.unjudged.append(text)
         if watch.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
             self.notes.append(f"{min(watch.norms)} normalises by each micro-batch: no window equals one big batch")
         self.notes += watch.notes
-        self.status = int(bool(self.findings)) if self.judged and self.updates else 2
+        self.status = 1 if self.findings else 3 if self.unjudged else 0
+        if not (self.judged and self.updates):
+            self.status = 2
 
     def plot(self, path: str) -> None:
         """Draws the weight of a token in each micro-batch, by update."""
@@ -136,6 +145,7 @@ def watched(
 ) -> Iterator[Audit]:
     """Yields a report, which is filled in and passed to `tell` at the end; all ranks wait for that."""
     report, watch = Audit(), Watch(model, updates)
+    failures.clear()
     try:
         with watch.listening():
             yield report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,9 +17,11 @@ from .private import version
 class Backward:
     """A call of backward, such as a micro-step's."""
 
-    def __init__(self, line: str, drawn: int) -> None:
-        self.line, self.drawn, self.begun = line, drawn, time.perf_counter()
+    def __init__(self, line: str, batch: tuple[int, int, int]) -> None:
+        self.line, self.batch = line, batch
         self.terms: list[dict[str, Any]] = []
+        self.scaler: Any = None
+        self.own: list[Any] = []  # by which numbers each addend that is no criterion's is divided
         # The number of the clearing, its line ("": by hand), and whether a loader had ended before
         self.cleared: tuple[int, str, bool] | None = None
         self.is_used = False  # a step of any optimizer used it
@@ -35,7 +36,8 @@ class Backward:
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
                 term["divisors"] = [_plain(*one) for one in term["divisors"]]
-        return {name: getattr(self, name) for name in ("line", "drawn", "terms", "cleared")}
+        self.own = [[_plain(*one) for one in path] for path in self.own]
+        return {name: getattr(self, name) for name in ("line", "batch", "terms", "own", "cleared")}
 
 
 @final
@@ -49,8 +51,9 @@ class Trained:
         self._used: tuple[int, int] | None = None  # a gradient at the last step
         self._left: tuple[int, int] | None = None  # a gradient after the last backward; engines may keep them elsewhere
         self._now: tuple[int, int] | None = None  # the same before it is unscaled, clipped or used
-        # Kind, line ("": a window of ours), the number of backwards before it, and the schedule's id
-        self.events: list[tuple[str, str, int, int]] = []
+        # Kind, line ("": a window of ours), the number of backwards before it, and the schedule's id, or by how much
+        # gradients are over the bound of clipping
+        self.events: list[tuple[str, str, int, Any]] = []
         self._last_events = self.events  # of the last update
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
 
@@ -62,7 +65,7 @@ class Trained:
     @property
     def num_drawn(self) -> int:
         """The batches of a loader that its backwards are of; 0 without a loader."""
-        return len({made.drawn for made in self.pending}) * bool(self.pending[-1].drawn)
+        return len({made.batch for made in self.pending}) * bool(self.pending[-1].batch[0])
 
     @property
     def is_emptied(self) -> bool:
@@ -77,12 +80,16 @@ class Trained:
     def add(self, made: Backward, most: int) -> None:
         self.pending, self._closed, self._now, self._left = [*self.pending[-most:], made], None, None, self._gradient()
 
-    def note_again(self, line: str) -> None:
-        """Notes at the last update that the gradient of its step, untouched, is used again."""
-        if self._used is not None and self._used == self._gradient():
-            self._last_events.append(("again", line, 0, 0))
+    @property
+    def is_spent(self) -> bool:
+        """True while the gradient of the last step stands there, untouched."""
+        return not self.pending and self._used is not None and self._used == self._gradient()
 
-    def note(self, kind: str, line: str = "", whose: int = 0) -> None:
+    def note_late(self, kind: str, line: str, whose: Any = 0) -> None:
+        """Notes at the last update what happens after its step."""
+        self._last_events.append((kind, line, 0, whose))
+
+    def note(self, kind: str, line: str = "", whose: Any = 0) -> None:
         self.events.append((kind, line, len(self.pending), whose))
 
     @quietly
@@ -120,8 +127,10 @@ class Trained:
             made.is_used |= made.cleared is None
         gone = {made.line for made in self.pending if made.cleared and made.is_used} & used  # by another optimizer
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
+        scaler = self.pending[-1].scaler if self.pending else None
         backwards, self._last_events = [made.as_dict() for made in self.pending], self.events
         found = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
+        found["scale"] = 1.0 if scaler is None else float(scaler.get_scale())
         found |= {"changed": self._now != self._left, "moved": False, "gone": sorted(gone)}
         if self._closed is not None:
             found |= self._receipts(self._closed, backwards)

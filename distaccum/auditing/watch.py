@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import os
 import sysconfig
-import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -81,7 +81,8 @@ class Watch:
     def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
         self.most, self.ledger = most, Ledger()
         self.updates: list[dict[str, Any]] = []
-        self.notes: dict[str, None] = {}  # about what is no mistake, or was not seen
+        self.notes: dict[str, None] = {}  # about what is no mistake
+        self.unjudged: dict[str, None] = {}
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._gone: list[Trained] = []  # whose optimizer is
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
@@ -93,8 +94,11 @@ class Watch:
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
         self._scheduling = self._recurs = False
-        self._scaler: Any = None
-        self._drawn, self._waited, self._last = 0, 0.0, time.perf_counter()
+        self._scaler: Any = None  # that has scaled a loss since the last step
+        self._has_stepped = False  # since it did
+        self._draws: list[int] = []  # loaders, since the last backward
+        self._drawn: Counter[int] = Counter()  # batches that trained or were skipped, by loader
+        self._batch, self._ends = (0, 0, 0), 0  # loader, its batches, and passes that ended
         if model is not None:
             self.ledger.add_root(model)
             for parameter in model.parameters():
@@ -119,13 +123,14 @@ class Watch:
             *((owner, name, self._clip) for owner, name in clips),
             (Optimizer, "add_param_group", self._add_group),
             (LRScheduler, "step", self._schedule),
+            (torch.autograd, "grad", self._grad),
             (Window, "backward", self._weigh),
             (torch.amp.GradScaler, "step", self._scaler_step),
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
         with ExitStack() as stack:
             if unheard := stack.enter_context(hearing(self._see)):
-                self.notes[f"not seen: {', '.join(unheard)}, in whose place another library has put its own"] = None
+                self.unjudged[f"{', '.join(unheard)}, in whose place another library has put its own"] = None
             for owner, name, hear in before:
                 stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first=True)))
             for owner, name, hear in around:
@@ -158,9 +163,12 @@ class Watch:
         if self._current is not None:
             term["seed"], term["expected"] = seed, self._expected
             if seed.ndim:
-                sizes = seed.abs()
-                term.update({"reduction": "none", "count": (sizes > 0).sum(), "seed": sizes.max()})
-                term["low"] = sizes.where(sizes > 0, torch.inf).min()
+                sizes, kept = seed.abs(), term["count"]
+                counts = sizes > 0
+                if isinstance(kept, Tensor) and kept.shape == sizes.shape:  # ignored targets give nothing
+                    counts, sizes = counts & kept, sizes * kept
+                term.update({"reduction": "none", "count": counts.sum(), "seed": sizes.max()})
+                term["low"] = sizes.where(counts, torch.inf).min()
             self._current.terms.append(term)
 
     def _weigh(self, original: Any, window: Any, *losses: Any, **named: Any) -> None:
@@ -179,7 +187,8 @@ class Watch:
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
-        made, num = Backward(where()[0], self._drawn), self._num
+        made, num = Backward(where()[0], self._batch_now()), self._num
+        made.scaler = None if self._has_stepped else self._scaler
         for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):
             one.forgo("")
         if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
@@ -188,7 +197,8 @@ class Watch:
         else:
             self.ledger.disarm()
         if not self.ledger.is_hooked and (made.received is not None or not self._heard):
-            quietly(private.note_divisors)(args[at] if len(args) > at else options.get("tensors"), self._see_fused)
+            roots = args[at] if len(args) > at else options.get("tensors")
+            made.own = quietly(private.note_divisors)(roots, self._see_fused) or []
         quietly(self._note_modes)(made.line)
         self._current = made
         try:
@@ -213,6 +223,23 @@ class Watch:
             self._early = [*self._early[-KEPT:], made]
         return result
 
+    def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
+        """Receives nothing from a graph within a backward, as of checkpointing, which gives its gradients itself."""
+        received, self.ledger.receiving = self.ledger.receiving, None
+        try:
+            return original(*args, **options)
+        finally:
+            self.ledger.receiving = received
+
+    def _batch_now(self) -> tuple[int, int, int]:
+        """The batch that is trained: of the loader that was drawn from last, since others only validate."""
+        if self._draws:
+            loader = self._draws[-1]
+            self._drawn[loader] += self._draws.count(loader)
+            self._batch = loader, self._drawn[loader], self._ends
+            self._draws.clear()
+        return (*self._batch[:2], self._ends)
+
     def _note_modes(self, line: str) -> None:
         for root in self.ledger.trained_roots():
             key = line, id(root)
@@ -234,9 +261,12 @@ class Watch:
             for key, gone in [(key, one) for key, one in self.trained.items() if one.optimizer() is None]:
                 self._gone.append(self.trained.pop(key))
                 self.ledger.release(gone.place)
-            early = self._early if len({made.line for made in self._early}) == 1 else []  # else whose, nobody knows
+            places = {self.ledger.place(parameter) for parameter in parameters_of(optimizer)}
+            early = [made for made in self._early if made.received and not places.isdisjoint(made.received)]
+            if not early and len({made.line for made in self._early}) == 1:  # else whose they are, nobody knows
+                early = self._early
             one = Trained(optimizer, len(self.trained) + len(self._gone), self.ledger, early)
-            self.trained[id(optimizer)], self._early = one, []
+            self.trained[id(optimizer)], self._early = one, [made for made in self._early if made not in early]
         for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
         return one
@@ -249,7 +279,7 @@ class Watch:
     def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
         if self._stepping is not None or self._current is not None:  # inside another optimizer's, or in backward
             if self._stepping is None:
-                self.notes["not seen: optimizers that step within backward"] = None
+                self.unjudged["optimizers that step within backward"] = None
             return None
         self._stepping, one = optimizer, self._know(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
@@ -275,7 +305,7 @@ class Watch:
         one = self.trained.get(id(optimizer))
         if self._stepping is not optimizer or one is None:
             return
-        self._stepping = None
+        self._stepping, self._has_stepped = None, True
         one.num += bool(one.pending)
         one.forget()
         stepped = [other.num for other in self.trained.values() if other.num]
@@ -285,34 +315,30 @@ class Watch:
     @quietly
     def _record(self, one: Trained) -> None:
         if not one.pending:
-            one.note_again(where()[0])
+            if one.is_spent:
+                one.note_late("again", where()[0])
             return
         one.close()
-        now = time.perf_counter()
         if one.num < 2:
             self.ledger.name()
-        worked = one.pending[-1].begun - self._last
-        record = {**one.record(), "line": where()[0], "seconds": now - self._last, "waited": self._waited}
+        record = {**one.record(), "line": where()[0], "linear": is_linear(one.optimizer())}
         record |= {"trainer": trainer(), "recurs": self._recurs and one.num_drawn < 2}
-        record |= {"worked": worked, "scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
-        self._last, self._waited = now, 0.0
         if len(self.updates) < KEPT:
             self.updates.append(record)
 
     # Around them
 
     def _draw(self, original: Any, loader: Any) -> Any:
-        begun = time.perf_counter()
         try:
             batch = original(loader)
         except StopIteration:
+            self._ends += 1
             for one in (one for one in self.trained.values() if one.is_waiting):
                 one.note("ended")
             raise
-        self._waited += time.perf_counter() - begun
-        self._drawn += 1
+        self._draws.append(private.source_of(loader))
         return batch
 
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
@@ -339,8 +365,21 @@ class Watch:
     def _clip(self, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         owners = quietly(self.ledger.owners_of)(given) or ()
-        self._meddle("clip", *(one for one in self.trained.values() if one.place in owners))
-        return original((one for one in given) if isinstance(parameters, Iterator) else parameters, *args, **options)
+        trained = [one for one in self.trained.values() if one.place in owners]
+        waiting, spent = [one for one in trained if one.pending], [one for one in trained if one.is_spent]
+        for one in waiting:
+            one.close()
+        bound = args[0] if args else options.get("max_norm", options.get("clip_value"))
+        most = [p.grad.abs().max() for p in given if p.grad is not None] if "value" in original.__name__ else []
+        result = original((p for p in given) if isinstance(parameters, Iterator) else parameters, *args, **options)
+        if bound:
+            over = (max(most) if most else result) / bound  # a tensor, which is read at the end
+            over = over if not hasattr(over, "to_local") or over.placements[0].is_replicate() else bound < math.inf
+            for one in waiting:
+                one.note("clip", where()[0], over)
+            for one in spent:
+                one.note_late("late", where()[0], over)
+        return result
 
     def _pad(self, sampler: Any) -> None:
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
@@ -348,33 +387,39 @@ class Watch:
             self.notes[f"{where()[0]}: DistributedSampler repeats {more} of {length} samples to pad each epoch"] = None
 
     def _scale(self, scaler: Any, *_: Any) -> None:
-        self._scaler = scaler if scaler.is_enabled() else None
+        self._scaler, self._has_stepped = scaler if scaler.is_enabled() else None, False
 
     def _unscale(self, scaler: Any, optimizer: Any) -> None:
-        self._meddle("unscale", *filter(None, [self.trained.get(id(optimizer))]))
-
-    def _meddle(self, kind: str, *trained: Trained) -> None:
-        """Takes receipts of gradients that are about to be changed in place."""
-        for one in (one for one in trained if one.pending):
-            one.close()
-            one.note(kind, where()[0])
+        one = self._know(getattr(optimizer, "optimizer", optimizer))
+        if scaler.is_enabled() and one.pending:
+            one.close()  # receipts of gradients that are about to be changed
+            one.note("unscale", where()[0])
 
     def _scaler_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-        one = self.trained.get(id(optimizer))
-        if one is not None:
-            one.close()  # before it unscales
+        one = self._know(getattr(optimizer, "optimizer", optimizer))
+        one.close()  # before it unscales
         result = original(scaler, optimizer, *args, **options)
-        if one is not None:  # even if it overflowed, and nothing was stepped
-            one.forget()
+        one.forget()  # even if it overflowed, and nothing was stepped
         return result
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what was seen, in plain numbers that other ranks can read."""
         return {
             **self.ledger.as_dict(),
-            "updates": self.updates,
+            "updates": [{**one, "events": [*map(_plain_event, one["events"])]} for one in self.updates],
             "rest": {one.place: [] if self.most else one.rest() for one in [*self._gone, *self.trained.values()]},
         }
+
+
+def _plain_event(event: tuple[str, str, int, Any]) -> tuple[str, str, int, Any]:
+    kind, line, before, whose = event
+    return kind, line, before, float(whose) if kind in ("clip", "late") else whose
+
+
+def is_linear(optimizer: Any) -> bool:
+    """True where a factor of all gradients is a factor of the learning rate."""
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return is_sgd and not any(group["weight_decay"] for group in optimizer.param_groups)
 
 
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Weights: the gradient that flows into each criterion, per sample or token; all must weigh the same."""
+"""Weights: a backward gives each unit (a sample, a token) what the script intends times what accumulation did.
+
+What is intended is taken from the graph: coefficients, and weights of the script's own. The rest, which are divisors,
+counts and ranks, is judged: it must be equal for all units of an update, and add up to one mean in each update.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..law import plural
 from .criterions import BY_CLASS
+from .private import OWN
 from .reckoning import Fault, Key, Reckoning
 
-BOUND = 1 + 1e-3  # between equal weights
+BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
 COUNTS = {  # cures, by the unit of a mean
     "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
@@ -22,233 +28,528 @@ COUNTS = {  # cures, by the unit of a mean
 }
 CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
 Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
-Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, then by update
+Path = Sequence[tuple[str, Any]]
 
 
-def terms_of(updates: Updates, notes: list[str]) -> Terms:
-    """The terms to judge, with the gradient that flows into all of one (`total`) and into one sample of it (`each`)."""
-    found: Terms = defaultdict(lambda: defaultdict(list))
-    unseen: Counter[str] = Counter()
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One call of a criterion, as a backward went through it; of a loss of the script's own, one for a backward."""
+
+    index: int  # of its update
+    rank: int
+    backward: int  # its place in the update
+    line: str  # of the backward
+    batch: tuple[int, int, int]  # a loader, the number of its batch, and how many passes over loaders had ended
+    site: tuple[str, str, str]  # line, function, inner line
+    call: int  # how many of this site the backward has had
+    term: dict[str, Any]
+    total: float  # the weight of all its units together
+    intent: float | None  # by what the script multiplies; None where nobody looked
+    addends: int  # of which the loss is a sum, where the audit does not know all of them
+
+    @property
+    def path(self) -> Path | None:
+        path: Path | None = self.term["divisors"]
+        return path
+
+    @property
+    def is_own(self) -> bool:
+        return self.site[1] == OWN
+
+    def each(self, rule: str) -> float:
+        """The weight of a unit, as one of RULES looks at it."""
+        by_row, is_intended = rule.startswith("row"), rule.endswith("intended")
+        units = self.term["rows"] if by_row else self.term["count"]
+        return self.total / units / ((is_intended and self.intent) or 1.0) if units else 0.0
+
+
+AllParts = dict[int, list[Part]]  # by optimizer
+RULES = ("", "intended", "row", "row, intended")  # any may show that all weights are equal
+
+
+@dataclass
+class Criterion:
+    """The calls of one function with one reduction on one optimizer's graph, wherever their lines are."""
+
+    place: int
+    parts: list[Part]
+    updates: dict[int, list[Part]]
+
+    @classmethod
+    def of(cls, place: int, parts: Iterable[Part]) -> Criterion:
+        by_update: dict[int, list[Part]] = defaultdict(list)
+        every = sorted(parts, key=lambda part: (part.index, part.rank, part.backward))
+        for part in every:
+            by_update[part.index].append(part)
+        return cls(place, every, dict(by_update))
+
+    @property
+    def name(self) -> str:
+        return self.parts[0].site[1]
+
+    @property
+    def is_sum(self) -> bool:
+        return self.parts[0].term["reduction"] not in MEANS
+
+    @property
+    def where(self) -> str:
+        return self.parts[0].site[0]
+
+    def lengths(self) -> dict[int, int]:
+        """How many micro-batches each update has: backwards, or calls where there is one backward."""
+        calls = {index: _most(part.rank for part in parts) for index, parts in self.updates.items()}
+        backwards = {
+            index: _most(rank for rank, _ in {(part.rank, part.backward) for part in parts})
+            for index, parts in self.updates.items()
+        }
+        return calls if set(backwards.values()) == {1} else backwards
+
+    def totals(self, factors: Mapping[int, float], usual: float, ranks: int, rule: str = "") -> dict[int, float]:
+        """What all units of an update weigh together, in the gradient that is used."""
+        return {
+            index: sum(part.total / (part.intent or 1.0 if rule else 1.0) for part in parts)
+            / ranks
+            * factors.get(index, usual)
+            for index, parts in self.updates.items()
+        }
+
+
+def _most(values: Iterable[Any]) -> int:
+    return max(Counter(values).values())
+
+
+# From what was seen to criterions
+
+
+def parts_of(updates: Updates) -> AllParts:
+    """The parts to judge, by optimizer."""
+    every: dict[int, list[Part]] = defaultdict(list)
+    rooted = _rooted(updates)
     for (place, index), ranks in updates.items():
         for rank, update in enumerate(ranks):
             times = Counter(id(term) for backward in update["backwards"] for term in backward["terms"])
-            for backward in update["backwards"]:
+            for order, backward in enumerate(update["backwards"]):
                 calls: Counter[Any] = Counter()
-                adds = max((_num_added(one["divisors"]) for one in backward["terms"]), default=0)
-                if not backward["terms"]:
-                    unseen[f"the loss of {backward['line']}, which is none of torch's"] += 1
+                about = {"index": index, "rank": rank, "backward": order, "line": backward["line"]}
+                about["batch"] = tuple(backward["batch"])
+                own = [*backward["own"]]
+                adds = max(
+                    (sum(how == "add" for how, _ in term["divisors"] or ()) for term in backward["terms"]), default=0
+                )
                 for term in backward["terms"]:
-                    site, num = tuple(term["site"]), times.pop(id(term), 0)
+                    num = times.pop(id(term), 0)
                     if not num:
                         continue  # of a graph that another backward went through too
+                    site = tuple(term["site"])
                     calls[site] += 1
-                    is_even = term["low"] is None or term["seed"] <= term["low"] * (1 + max(1e-3, 4 * term["eps"]))
-                    if not is_even:
-                        unseen[f"the weights in {site[0]}, which the script gives to samples itself"] += 1
+                    path = term["divisors"] and [one for one in term["divisors"] if one != ("mul", update["scale"])]
+                    if _is_weighed(term) or (place, site) in rooted:
+                        own.append(path or [])
                         continue
                     total = num * term["seed"] / update["scale"] * (1 if term["reduction"] in MEANS else term["count"])
-                    each = total / term["count"] if term["count"] else 0.0
-                    more = {"rank": rank, "total": total, "each": each, "backward": id(backward)}
-                    by = _product(term["divisors"], term["count"])
-                    more["by"] = by and by / update["scale"]
-                    more["parts"] = (adds + 1) * (adds >= len(backward["terms"]))  # of a loss, one of them unseen
-                    found[place, site[0], site[1], site[2], calls[site]][index].append(term | more)
-    notes += [f"not seen: {what} ({times} times)" for what, times in unseen.items()]
-    for by_update in found.values():
-        every = [one for ones in by_update.values() for one in ones]
-        low, high = _ends(one["by"] for one in every if one["by"])
-        for one in every if high <= low * BOUND else ():
-            one["by"] = 1.0
+                    intent = None if path is None else _intent(path, term["count"])
+                    addends = (adds + 1) * (adds >= len(backward["terms"]))
+                    known = {**term, "divisors": path}
+                    every[place].append(
+                        Part(
+                            **about,
+                            site=site,
+                            call=calls[site],
+                            term=known,
+                            total=total,
+                            intent=intent,
+                            addends=addends,
+                        )
+                    )
+                if own or not backward["terms"]:
+                    path = [one for one in (own or [[]])[0] if one != ("mul", update["scale"])]
+                    total, site = _leading(path), (backward["line"], OWN, "")
+                    term = {"reduction": "mean", "count": 1, "rows": 1, "divisors": path, "eps": 0.0}
+                    every[place].append(
+                        Part(**about, site=site, call=1, term=term, total=total, intent=None, addends=0)
+                    )
+    return every
+
+
+def _rooted(updates: Updates) -> set[Any]:
+    """Criterions whose loss goes through more than what scales and adds up, such as a root."""
+    return {
+        (place, tuple(term["site"]))
+        for (place, _), ranks in updates.items()
+        for update in ranks
+        for backward in update["backwards"]
+        for term in backward["terms"]
+        if any(how == OWN for how, _ in term["divisors"] or ())
+    }
+
+
+def _is_weighed(term: dict[str, Any]) -> bool:
+    """True if the script gives the units of one call different weights."""
+    return term["low"] is not None and term["seed"] > term["low"] * (1 + max(BOUND, 4 * term["eps"]))
+
+
+def _leading(path: Path) -> float:
+    """The product of what divides and multiplies a loss at its root."""
+    product = 1.0
+    for how, value in path:
+        if how not in ("div", "mul", "add") or (how != "add" and not value):
+            break
+        if how != "add":
+            product *= 1 / abs(value) if how == "div" else abs(value)
+    return product
+
+
+def _intent(path: Path, count: float) -> float:
+    """The product of what the script multiplies by, and divides by unless that is a count."""
+    others = (value for how, value in path if how == "div" and value and value % 1 and not _is(value, count))
+    product = math.prod(abs(value or 1.0) for how, value in path if how.startswith("mul"))
+    return float(product / math.prod(map(abs, others)))
+
+
+def criterions_of(parts: AllParts, by_call: bool) -> list[Criterion]:
+    """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
+    found = []
+    for place, every in parts.items():
+        groups: dict[Any, dict[Any, list[Part]]] = defaultdict(lambda: defaultdict(list))
+        for part in every:
+            line, name, inner = part.site
+            key = name, part.term["reduction"] in MEANS, part.term["reduction"], part.call if by_call else 0
+            groups[key][line, inner].append(part)
+        for by_line in groups.values():
+            found += [Criterion.of(place, parts) for parts in _merged(place, list(by_line.values()))]
     return found
 
 
-def _num_added(path: Sequence[tuple[str, Any]] | None) -> int:
-    return sum(how == "add" for how, _ in path or ())
+def _merged(place: int, lines: list[list[Part]]) -> list[list[Part]]:
+    apart = [Criterion.of(place, line) for line in lines]
+    indices = {index for line in apart for index in line.updates}
+    ranks = 1 + max(part.rank for line in lines for part in line)
+    if all(
+        indices == line.updates.keys()
+        and any(
+            all(_is(total, 1.0) for total in line.totals({}, 1.0, ranks, rule).values()) for rule in ("", "intended")
+        )
+        for line in apart
+    ):
+        return lines  # each is a whole mean by itself
+    merged: list[list[Part]] = []
+    for line in lines:
+        group = next((group for group in merged if _take_turns(group, line)), None)
+        if group is None:
+            merged.append([*line])
+        else:
+            group += line
+    return merged
 
 
-def _product(path: Sequence[tuple[str, Any]] | None, count: float) -> float | None:
-    """The product of what the script multiplies by, and divides by unless that is a count; None where nobody looked."""
-    if path is None:
-        return None
-    others = (value for how, value in path if how == "div" and value and value % 1 and not _is(value, count))
-    return float(
-        math.prod(abs(value or 1.0) for how, value in path if how.startswith("mul")) / math.prod(map(abs, others))
-    )
+def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:
+    """True if no micro-batch has both lines."""
+    batches = [{(part.rank, part.batch) for part in parts} for parts in (some, others)]
+    loaders = [{part.batch[0] for part in parts} for parts in (some, others)]
+    if all(0 not in each for each in loaders):
+        return loaders[0] == loaders[1] and batches[0].isdisjoint(batches[1])
+    numbers = [Counter((part.index, part.rank) for part in parts) for parts in (some, others)]
+    return numbers[0] != numbers[1]
 
 
-def within_updates(terms: Terms, ranks: int, notes: list[str]) -> list[Fault]:
-    faults, own = [], _own(terms)
-    for (place, *site, _), by_update in terms.items():
-        line, name, *_ = site
-        if empty := sum(
-            not one["count"] and one["reduction"] == "mean" for every in by_update.values() for one in every
-        ):
+# Within an update
+
+
+def within_updates(parts: AllParts, ranks: int, notes: list[str], unjudged: list[str]) -> list[Fault]:
+    """Finds units of an update that weigh differently, by no factor of the script."""
+    faults, own, intended = [], _by_script(criterions_of(parts, by_call=False)), defaultdict[str, list[float]](list)
+    for one in criterions_of(parts, by_call=True):
+        if one.name == OWN:
+            continue
+        if empty := sum(not part.term["count"] and part.term["reduction"] == "mean" for part in one.parts):
             text = f"no token counts in {empty} micro-batches, and the mean over none is NaN"
-            faults.append(Fault("nan", line, text, "sum the loss, and divide it by the window's number of tokens"))
-        spread: dict[int, tuple[float, float]] = {}
-        is_ranks = ranks > 1
-        for index, every in by_update.items():
-            counted = _uneven([one for one in every if one["total"] and one["count"]], name)
-            if not counted:
+            faults.append(Fault("nan", one.where, text, "sum the loss, and divide it by the window's number of tokens"))
+        spread, is_ranks = dict[int, tuple[float, float]](), ranks > 1
+        for index, every in one.updates.items():
+            counted = [part for part in every if part.total and part.term["count"]]
+            if any((one.place, part.site, index) in own for part in counted):
+                unjudged.append(f"the weights in {one.where}, which the script gives to samples itself")
                 continue
-            if (place, *site, index) in own:
-                notes.append(f"not seen: the weights in {line}, which the script gives to samples itself")
+            rule = _even(counted, one.name)
+            if rule is not None:
+                if rule.endswith("intended"):
+                    intended[one.where] += [part.intent or 1.0 for part in counted]
                 continue
-            low, high = _ends(one["each"] for one in counted)
-            bound = _bound(counted)
-            spread[index] = low, high
-            by_rank = [_ends(one["each"] for one in counted if one["rank"] == rank) for rank in range(ranks)]
-            is_ranks &= all(high <= low * bound for low, high in by_rank)
+            rule = "intended" if all(part.intent for part in counted) and _varies(counted) else ""
+            low, high = spread[index] = _ends(part.each(rule) for part in counted)
+            by_rank = [_ends(part.each(rule) for part in counted if part.rank == rank) for rank in range(ranks)]
+            is_ranks &= all(high <= low * (1 + _bound(counted)) for low, high in by_rank)
         if not spread:
             continue
         index = max(spread, key=lambda one: spread[one][1] / spread[one][0])
-        (low, high), unit = spread[index], _unit(one for every in by_update.values() for one in every)
+        (low, high), unit = spread[index], _unit(one.parts)
         text = (
             f"{unit} of different {'ranks' if is_ranks else 'micro-batches'} weigh {low:.3g} to {high:.3g} "
-            f"({high / low:.3g} to 1) in update {index}; so in {len(spread)} of {len(by_update)} updates"
+            f"({high / low:.3g} to 1) in update {index}; so in {len(spread)} of {len(one.updates)} updates"
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += " on all ranks, times the number of ranks where the wrapper averages" if ranks > 1 else ""
-        faults.append(Fault("weights", line, text, hand, COUNTS[unit]))
+        faults.append(Fault("weights", one.where, text, hand, COUNTS[unit]))
+    for line, factors in intended.items():
+        low, high = _ends(factors)
+        notes.append(f"{line}: taken as intended: the factors {low:.3g} to {high:.3g} of micro-batches")
     return faults
 
 
-def _bound(terms: Iterable[dict[str, Any]]) -> float:
-    return max([BOUND, *(1 + 4 * float(one["eps"]) for one in terms)])
+def _bound(parts: Iterable[Part]) -> float:
+    return max([BOUND, *(4 * float(part.term["eps"]) for part in parts)])
 
 
-def _uneven(terms: Sequence[dict[str, Any]], name: str) -> Sequence[dict[str, Any]]:
-    """These, if what they weigh differs, also by what the script multiplies by, as in mixup; else none."""
-    scaled = [one | {key: one[key] / one["by"] for key in ("each", "total")} for one in terms if one["by"]]
-    for some in (terms, scaled):
-        low, high = _ends(one["each"] for one in some)
-        by_row = _ends(one["total"] / one["rows"] for one in some)
-        if high <= low * _bound(some) or (name not in BY_CLASS and by_row[1] <= by_row[0] * _bound(some)):
-            return []
-    return scaled
+def _even(parts: Sequence[Part], name: str) -> str | None:
+    """The first rule by which all of these weigh alike."""
+    for rule in RULES:
+        if rule.startswith("row") and name in BY_CLASS:
+            break
+        if rule.endswith("intended") and not all(part.intent for part in parts):
+            continue
+        low, high = _ends(part.each(rule) for part in parts)
+        if high <= low * (1 + _bound(parts)):
+            return rule
+    return None
 
 
-def _own(terms: Terms) -> set[tuple[Any, ...]]:
-    """Criterions, each with an update, in which a script does more than to scale and to add up.
-
-    It takes a root, or calls of one backward weigh differently, as in losses that are means by sample.
-    """
-    paths: dict[tuple[Any, ...], list[str]] = {}
-    calls: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for (place, *site, _), by_update in terms.items():
-        for index, one in ((index, one) for index, every in by_update.items() for one in every if one["count"]):
-            calls[(place, *site, index), one["backward"]].append(one)
-            if one["divisors"] is not None:
-                paths.setdefault((place, *site), []).extend(how for how, _ in one["divisors"])
-    return {key for (key, _), every in calls.items() if "own" in paths.get(key[:-1], ["own"]) or _uneven(every, key[2])}
+def _varies(parts: Sequence[Part]) -> bool:
+    low, high = _ends(part.intent or 1.0 for part in parts)
+    return high > low * (1 + BOUND)
 
 
-def _unit(terms: Iterable[dict[str, Any]]) -> str:
+def _by_script(coarse: Sequence[Criterion]) -> set[tuple[Any, ...]]:
+    """Lines, each in an update, where calls of one backward weigh differently, as in losses that are means by sample."""
+    own = set[tuple[Any, ...]]()
+    for one in coarse:
+        calls: dict[Any, list[Part]] = defaultdict(list)
+        for part in (part for part in one.parts if part.term["count"] and not part.is_own):
+            calls[part.index, part.rank, part.backward, part.site].append(part)
+        own |= {(one.place, key[-1], key[0]) for key, parts in calls.items() if _even(parts, one.name) is None}
+    return own
+
+
+def _unit(parts: Sequence[Part]) -> str:
+    terms = [part.term for part in parts]
     units = {"tokens" if one["unit"] == "samples" and one["count"] != one["rows"] else one["unit"] for one in terms}
     return units.pop() if len(units) == 1 else "tokens"
 
 
-def _ends(values: Any) -> tuple[float, float]:
-    found = list(values)
-    return (min(found), max(found)) if found else (0.0, 0.0)
+def _ends(values: Iterable[float]) -> tuple[float, float]:
+    every = list(values)
+    return (min(every), max(every)) if every else (0.0, 0.0)
 
 
-def is_one_mean(terms: Terms, factors: Mapping[Key, Sequence[float]]) -> bool:
-    """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
-    sums = [(by_rank, factors[key]) for key, by_rank in _sums(terms).items() if key in factors]
-    return bool(sums) and all(_is(sum(one[rank] * each[rank] for rank in one), 1.0) for one, each in sums)
+def _is(value: float, other: float) -> bool:
+    return abs(value - other) <= 5e-3 * abs(other)
 
 
-def _sums(terms: Terms) -> dict[Key, Counter[int]]:
+# From one update to another
+
+
+def among_updates(
+    parts: AllParts, updates: Updates, reckoned: Mapping[Key, Reckoning], notes: list[str], unjudged: list[str]
+) -> list[Fault]:
+    """Finds updates that weigh less or more than others, or whose usual weight is not that of a mean."""
+    criterions = criterions_of(parts, by_call=True)
+    history = History(updates, reckoned, criterions, _sums(parts))
+    undivided, faults = set[int](), []
+    for one in criterions:
+        fault = None if one.name == OWN else _level(one, history, notes, unjudged)
+        if fault is not None:
+            faults.append(fault)
+            undivided |= {one.place} if fault.kind == "undivided" else set()
+    short: dict[int, Fault] = {}
+    for one in criterions_of(parts, by_call=False):
+        if one.place not in undivided and (fault := _short(one, history, notes, unjudged)) is not None:
+            short.setdefault(one.place, fault)
+    return [*short.values(), *(one._replace(kind="divisor") for one in faults)]
+
+
+def _sums(parts: AllParts) -> dict[Key, Counter[int]]:
     """The sum of what flows into all criterions of an update, by rank."""
     sums: dict[Key, Counter[int]] = defaultdict(Counter)
-    for (place, *_), by_update in terms.items():
-        for index, one in ((index, one) for index, every in by_update.items() for one in every):
-            sums[place, index][one["rank"]] += one["total"]
+    for place, every in parts.items():
+        for part in (part for part in every if not part.is_own):
+            sums[place, part.index][part.rank] += part.total
     return sums
 
 
-def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
-    """Finds losses without a backward that still count in the divisor of the others."""
-    faults = []
-    for (place, *site, _), by_update in terms.items():
-        lost = {i: sum(one["unused"].get(tuple(site), 0) for one in updates[place, i]) for i in by_update}
-        shares = {i: len(by_update[i]) / (len(by_update[i]) + num) for i, num in lost.items() if num}
-        means = all(one["reduction"] in MEANS for i in shares for one in by_update[i])
-        if (
-            means
-            and 3 * len(shares) > len(by_update) > 3
-            and all(_is(sum(one["total"] for one in by_update[i]), share) for i, share in shares.items())
-        ):
-            index = min(shares, key=lambda i: shares[i])
-            text = (
-                f"no backward follows {sum(lost.values())} losses, which count as micro-batches: update {index} weighs "
-                f"{shares[index]:.3g}; so {len(shares)} of {len(by_update)} updates"
-            )
-            faults.append(Fault("unused", site[0], text, "call backward on each loss, and clear after the step alone"))
-    return faults
+def is_one_mean(parts: AllParts, factors: Mapping[Key, Sequence[float]]) -> bool:
+    """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
+    sums = [(by_rank, factors[key]) for key, by_rank in _sums(parts).items() if key in factors]
+    return bool(sums) and all(_is(sum(one[rank] * each[rank] for rank in one), 1.0) for one, each in sums)
 
 
-def among_updates(terms: Terms, updates: Updates, found: Mapping[Key, Reckoning], notes: list[str]) -> list[Fault]:
-    """Finds updates that weigh less or more than others, or whose usual weight is not that of a mean."""
-    faults, ranks = [], len(next(iter(updates.values()), ()))
-    factors = {key: one.factor for key, one in found.items() if one.factor is not None}
-    sums = {key: by_rank.total() / ranks for key, by_rank in _sums(terms).items()}
-    for (place, line, name, inner, _), by_update in terms.items():
-        known = [found[place, index] for index in by_update if (place, index) in found]
-        factor = statistics.median([one.factor for one in known if one.factor is not None] or [0.0]) or None
-        steps = {index: max(Counter(one["rank"] for one in every).values()) for index, every in by_update.items()}
-        totals = {
-            index: sum(one["total"] for one in every) / ranks * factors.get((place, index), factor or 1.0)
-            for index, every in by_update.items()
+@dataclass
+class History:
+    """What happened in each update around its weights."""
+
+    updates: Updates
+    reckoned: Mapping[Key, Reckoning]
+    criterions: Sequence[Criterion]
+    sums: Mapping[Key, Counter[int]]
+
+    @property
+    def ranks(self) -> int:
+        return len(next(iter(self.updates.values()), ()))
+
+    def factors(self, place: int) -> dict[int, float]:
+        """What the gradients that were used are of those that backward gave, by update."""
+        known = ((index, one.factor) for (owner, index), one in self.reckoned.items() if owner == place)
+        return {index: factor for index, factor in known if factor is not None}
+
+    def is_skipping(self, one: Criterion, index: int, length: int, common: int) -> bool:
+        """True where the script leaves out a micro-batch now and then, or changes gradients unseen."""
+        ranks = self.updates[one.place, index]
+        sites = {part.site for part in one.parts}
+        unused = any(each["unused"].get(site) for each in ranks for site in sites)
+        changed = any(each["changed"] for each in ranks) and index not in self.factors(one.place)
+        return unused or changed or length < common == self._num_drawn(one.place, index)
+
+    def _num_drawn(self, place: int, index: int) -> int:
+        """The number of micro-batches that the loader gave since the previous update."""
+        if (place, index - 1) not in self.updates:
+            return 0
+        now, before = (self.updates[place, i][0]["backwards"][-1]["batch"] for i in (index, index - 1))
+        return int(now[1] - before[1]) * (now[0] == before[0])
+
+    def carried(self, place: int, index: int) -> int:
+        """How many micro-batches of an update a loader gave before it ended."""
+        update = self.updates[place, index][0]
+        ends = [before for kind, _, before, _ in update["events"] if kind == "ended"]
+        return max((before for before in ends if before < len(update["backwards"])), default=0)
+
+
+def _short(one: Criterion, history: History, notes: list[str], unjudged: list[str]) -> Fault | None:
+    """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
+    factors = history.factors(one.place)
+    usual_factor = statistics.median(factors.values()) if factors else 1.0
+    lengths, every = one.lengths(), [part for part in one.parts if part.total]
+    common = Counter(lengths.values()).most_common(1)[0][0]
+    if not every:
+        return None
+    low, high = _ends(part.each("") for part in every)
+    if one.is_sum and _is(low, high):  # a constant divides it
+        return None
+    worst = dict[int, float]()
+    for rule in ("", "intended"):
+        totals = one.totals(factors, usual_factor, history.ranks, rule)
+        level = statistics.median(totals[index] for index in totals if lengths[index] == common)
+        weights = {
+            index: total / level
+            for index, total in totals.items()
+            if level and not history.is_skipping(one, index, lengths[index], common)
         }
-        common = Counter(steps.values()).most_common(1)[0][0]
-        usual = [index for index in totals if steps[index] == common]
-        level = statistics.median(totals[index] for index in usual)
-        every = [one for ones in by_update.values() for one in ones if one["total"]]
-        if not level or not every:
-            continue
-        if given := [i for i, ones in by_update.items() if any(_is_sum_for_mean(one) for one in ones)]:
-            faults.append(_sum_for_mean(line, totals, given))
-            continue
-        is_sum, (low, high) = every[0]["reduction"] not in MEANS, _ends(one["each"] for one in every)
-        if factor is not None and is_sum and common > 1 and _is(low * factor, 1.0) and _is(high * factor, 1.0):
-            faults += _undivided(line, [*totals.values()])
-            low, high = _ends(totals.values())
-        if not all(_is(totals[index], level) for index in usual):
-            if not is_sum:
-                low, high = _ends(totals.values())
-                notes.append(f"{line}: updates weigh {low:.3g} to {high:.3g}, by a factor that the script changes")
-            continue
-        skipped = {i for i in totals if any(one["unused"].get((line, name, inner)) for one in updates[place, i])}
-        skipped |= {i for i in totals if steps[i] < common == _num_drawn(updates, place, i)}
-        skipped |= {i for i in totals if _is_changed(updates[place, i]) and (place, i) not in factors}
-        if not (is_sum and _is(low, high)):  # otherwise a constant divides it
-            relative = {i: total / level for i, total in totals.items() if i not in skipped}
-            faults += _short(line, steps, common, relative)
-        paths = [one["divisors"] for one in every if one["divisors"] is not None]
-        whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
-        if factor is None or not paths or whole or any(found[place, i].is_tasks for i in usual if (place, i) in found):
-            continue  # together they are one mean, or tasks of the same samples
-        if sum(_is_same(by_update[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
-            names = found[place, usual[0]].shared if (place, usual[0]) in found else ""
-            if names and all(one["print"] == every[0]["print"] for one in by_update[usual[0]]):
-                text = f"{names} gets the same gradient from each of {common} backwards of the same samples"
-                faults.append(Fault("shared", line, text, f"divide its gradient by {common} before the step", CONTRAST))
-            continue
-        # Stages of a pipeline, or targets that show no different samples: all real, then all fake
-        if len({one["rank"] for one in every}) < ranks or all(one["rows"] > 1 and not one["print"] for one in every):
-            continue
-        alike = sum(key[0] == place and usual[0] in others for key, others in terms.items()) * level
-        is_part = not _is(sums[place, usual[0]] * factors.get((place, usual[0]), factor), alike)
-        is_part |= any(one["parts"] in (common, ranks) for one in every)
-        why = _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0], is_part)
-        if why and why[1] == f"loss / {common}" and all(updates[place, i][0]["recurs"] for i in usual):
-            notes.append(f"{line}: adds up {common} backwards, as steps in time; divide by {common} if they are not")
-        elif why:
-            text = f"{why[0]}: the gradient is {level:.4g} times that of the mean"
-            faults.append(Fault("divisor", line, text, why[1]))
-    return faults
+        odd = {index: weight for index, weight in weights.items() if not _is(weight, 1.0)}
+        if not odd:
+            if rule and not worst:
+                return None
+            if rule:
+                low, high = _ends(worst.values())
+                notes.append(
+                    f"{one.where}: updates weigh {low:.3g} to {high:.3g} of the usual, by a factor of the script"
+                )
+            return None
+        if one.name == OWN and (not _is(level, 1.0) or any(not _is(part.total, every[0].total) for part in every)):
+            return None  # not the division by a window's length
+        if all(lengths[index] != common and _is(weight, lengths[index] / common) for index, weight in odd.items()):
+            return _window(one, history, lengths, common, odd)
+        worst = odd
+    low, high = _ends(worst.values())
+    if one.name != OWN:
+        unjudged.append(f"updates, which weigh {low:.3g} to {high:.3g} of the usual in {one.where}")
+    return None
+
+
+def _window(one: Criterion, history: History, lengths: dict[int, int], common: int, odd: dict[int, float]) -> Fault:
+    index = max(odd, key=lambda index: abs(math.log(odd[index])))
+    length, last = lengths[index], one.updates[index][-1]
+    text = (
+        f"update {index} has {plural(length, 'micro-batch')}, and weighs {odd[index]:.3g} of the others, which have "
+        f"{common}; so {len(odd)} of {len(lengths)} updates"
+    )
+    hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
+    if lengths.get(0) == 1 < common and 0 in odd:
+        text += f". It steps after the 1st, {common + 1}th, {2 * common + 1}th ..., as `step % {common} == 0` does"
+        hand = f"step where (step + 1) % {common} == 0, and at an epoch's end, where the divisor is what is left"
+    elif length > common and (carried := history.carried(one.place, index)):
+        text += f". {plural(carried, 'micro-batch')} of the epoch before {'is' if carried == 1 else 'are'} in it"
+        hand = "step at an epoch's end too, and divide by the number of micro-batches that there are"
+    others = {part.site[0] for part in one.parts} - {last.site[0]}
+    also = [f"backward: line {_number(last.line)}"] * (last.line != last.site[0]) + [
+        f"also line {_number(x)}" for x in others
+    ]
+    return Fault("window", last.site[0], text + f" ({', '.join(also)})" * bool(also), hand)
+
+
+def _number(line: str) -> str:
+    return line.rpartition(":")[2]
+
+
+def _level(one: Criterion, history: History, notes: list[str], unjudged: list[str]) -> Fault | None:
+    """Finds a usual weight that is not that of a mean, and no coefficient."""
+    place, ranks, lengths = one.place, history.ranks, one.lengths()
+    known = [history.reckoned[place, index] for index in one.updates if (place, index) in history.reckoned]
+    factors = {index: factor for index, factor in history.factors(place).items() if index in one.updates}
+    factor = statistics.median(factors.values()) if factors else None
+    totals = one.totals(factors, factor or 1.0, ranks)
+    common = Counter(lengths.values()).most_common(1)[0][0]
+    usual = [index for index in totals if lengths[index] == common]
+    level, every = statistics.median(totals[index] for index in usual), [part for part in one.parts if part.total]
+    if not level or not every:
+        return None
+    if given := [index for index, parts in one.updates.items() if any(map(_is_sum_for_mean, parts))]:
+        return _sum_for_mean(one.where, totals, given)
+    low, high = _ends(part.each("") for part in every)
+    if one.is_sum and _is(low, high):
+        if factor is not None and common > 1 and _is(low * factor, 1.0):
+            return _undivided(one.where, [*totals.values()])
+        return None  # a constant divides it, or nothing
+    if not all(_is(totals[index], level) for index in usual):
+        return None
+    intended = one.totals(factors, factor or 1.0, ranks, "intended")
+    whole = all(_is(history.sums[place, index].total() / ranks * factors.get(index, 1.0), 1.0) for index in usual)
+    paths = [part.path for part in every if part.path is not None]
+    if _is(level, 1.0) or whole or any(reckoning.is_tasks for reckoning in known):
+        return None  # together they are one mean, or tasks of the same samples
+    if sum(_is_same(one.updates[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
+        return _shared(one, history, usual[0], common)
+    # Stages of a pipeline, or targets that show no different samples: all real, then all fake
+    is_alike = len({part.rank for part in every}) < ranks or all(
+        part.term["rows"] > 1 and not part.term["print"] for part in every
+    )
+    if factor is None or not paths or is_alike:
+        unjudged.append(f"the divisor in {one.where}: an update weighs {level:.4g} times a mean")
+        return None
+    alike = level * sum(other.place == place and usual[0] in other.updates for other in history.criterions)
+    is_part = not _is(history.sums[place, usual[0]].total() / ranks * factors.get(usual[0], factor), alike)
+    is_part |= any(part.addends in (common, ranks) for part in every)
+    why = _why(level, factor, common, ranks, "mean" if not one.is_sum else one.name, paths[0], is_part)
+    if why and why[1] == f"loss / {common}":
+        every_update = [history.updates[place, index][0] for index in usual]
+        if all(update["recurs"] for update in every_update):
+            notes.append(
+                f"{one.where}: adds up {common} backwards, as steps in time; divide by {common} if they are not"
+            )
+            return None
+        if all(update["linear"] for update in every_update) and len(set(lengths.values())) == 1:
+            unjudged.append(f"{one.where}: {why[0]}, as {common} times the learning rate would; {why[1]}, if it is not")
+            return None
+    if why:
+        kind = "undivided" if why[1] == f"loss / {common}" else "divisor"
+        return Fault(kind, one.where, f"{why[0]}: the gradient is {level:.4g} times that of the mean", why[1])
+    if not all(_is(intended[index], 1.0) for index in usual):
+        unjudged.append(f"the divisor in {one.where}: an update weighs {level:.4g} times a mean")
+    return None
+
+
+def _shared(one: Criterion, history: History, index: int, common: int) -> Fault | None:
+    reckoning, parts = history.reckoned.get((one.place, index)), one.updates[index]
+    if reckoning is None or not reckoning.shared or any(p.term["print"] != parts[0].term["print"] for p in parts):
+        return None
+    text = f"{reckoning.shared} gets the same gradient from each of {common} backwards of the same samples"
+    return Fault("shared", one.where, text, f"divide its gradient by {common} before the step", CONTRAST)
 
 
 def _sum_for_mean(line: str, totals: Mapping[int, float], given: Sequence[int]) -> Fault:
@@ -260,52 +561,50 @@ def _sum_for_mean(line: str, totals: Mapping[int, float], given: Sequence[int]) 
     return Fault("divisor", line, text, hand, 'Accumulator(..., reduction="sum_to_mean")')
 
 
-def _is_sum_for_mean(term: dict[str, Any]) -> bool:
+def _is_sum_for_mean(part: Part) -> bool:
     """True for an undivided sum over what the window counts, if the window expects a mean."""
+    term = part.term
     is_whole = term["reduction"] == "sum" and term["divisors"] == [] and term["count"] == term["expected"]
     return is_whole and bool(term["count"] > 1)
 
 
-def _undivided(line: str, totals: Sequence[float]) -> list[Fault]:
+def _undivided(line: str, totals: Sequence[float]) -> Fault | None:
     if 2 * max(sum(_is(one, other) for one in totals) for other in totals) > len(totals):
-        return []  # the sum is intended, with a short last micro-batch
+        return None  # the sum is intended, with a short last micro-batch
     text = f"nothing divides this sum: updates weigh {min(totals):.4g} to {max(totals):.4g}, as their tokens do"
-    return [Fault("divisor", line, text, "divide by the window's number of tokens on all ranks")]
+    return Fault("divisor", line, text, "divide by the window's number of tokens on all ranks")
 
 
-def _short(line: str, steps: Mapping[int, int], common: int, weights: Mapping[int, float]) -> list[Fault]:
-    odd = [i for i, weight in weights.items() if steps[i] != common and not _is(weight, 1.0)]
-    if not odd or not all(_is(weights[i], steps[i] / common) for i in odd):
-        return []
-    own, weight = plural(steps[odd[-1]], "micro-batch"), weights[odd[-1]]
-    text = (
-        f"update {odd[-1]} has {own}, and weighs {weight:.3g} of the others, which have {common}; so {len(odd)} of "
-        f"{len(steps)} updates"
-    )
-    hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
-    return [Fault("window", line, text, hand)]
-
-
-def _is_changed(ranks: Sequence[dict[str, Any]]) -> bool:
-    return any(one["changed"] for one in ranks)
-
-
-def _num_drawn(updates: Updates, place: int, index: int) -> int:
-    """The number of micro-batches that a loader gave since the previous update."""
-    if (place, index - 1) not in updates:
-        return 0
-    now, before = (updates[place, i][0]["backwards"][-1]["drawn"] for i in (index, index - 1))
-    return int(now - before)
-
-
-def _is_same(terms: Sequence[dict[str, Any]]) -> bool:
+def _is_same(parts: Sequence[Part]) -> bool:
     """True if most of these have the same targets as another."""
-    prints = {(one["rank"], one["print"]) for one in terms if one["print"]}
-    return len(prints) * 2 <= sum(bool(one["print"]) for one in terms) > 0
+    prints = {(part.rank, part.term["print"]) for part in parts if part.term["print"]}
+    return len(prints) * 2 <= sum(bool(part.term["print"]) for part in parts) > 0
+
+
+def without_backward(parts: AllParts, updates: Updates) -> list[Fault]:
+    """Finds losses without a backward that still count in the divisor of the others."""
+    faults = []
+    for one in criterions_of(parts, by_call=True):
+        site, place = one.parts[0].site, one.place
+        lost = {index: sum(update["unused"].get(site, 0) for update in updates[place, index]) for index in one.updates}
+        shares = {i: len(one.updates[i]) / (len(one.updates[i]) + num) for i, num in lost.items() if num}
+        if (
+            not one.is_sum
+            and 3 * len(shares) > len(one.updates) > 3
+            and all(_is(sum(part.total for part in one.updates[i]), share) for i, share in shares.items())
+        ):
+            index = min(shares, key=lambda i: shares[i])
+            text = (
+                f"no backward follows {sum(lost.values())} losses, which count as micro-batches: update {index} weighs "
+                f"{shares[index]:.3g}; so {len(shares)} of {len(one.updates)} updates"
+            )
+            hand = "call backward on each loss, and clear after the step alone"
+            faults.append(Fault("unused", one.where, text, hand))
+    return faults
 
 
 def _why(
-    level: float, factor: float, steps: int, ranks: int, what: str, path: Sequence[tuple[str, Any]], is_part: bool
+    level: float, factor: float, steps: int, ranks: int, what: str, path: Path, is_part: bool
 ) -> tuple[str, str] | None:
     """Says what is divided too often or too rarely, with the cure.
 
@@ -331,7 +630,3 @@ def _why(
         (is_known, ranks, added, f"divide by {ranks}"),
     ]
     return next(((text, hand) for can_be, weight, text, hand in causes if can_be and _is(level, weight)), None)
-
-
-def _is(value: float, other: float) -> bool:
-    return abs(value - other) <= 5e-3 * abs(other)
