@@ -102,7 +102,7 @@ def _judge(seen: Seen) -> Verdict:
     faults += among_updates(parts, updates, found, notes, doubts) + without_backward(parts, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates, notes) + (apart or [])
     kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
-    hidden = ["not reduced"] * (apart is None) + ["uneven"] * ("clip" in kinds)
+    hidden = ["not reduced"] * (apart is None) + ["uneven"] * bool({"clip", "unscale"} & kinds)
     hidden += ["window", "lost"] * ("cleared" in kinds)
     if updates and not compared and not any(one.unjudged for one in found.values()):
         unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")

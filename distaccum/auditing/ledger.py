@@ -45,6 +45,7 @@ class Ledger:
         self.mesh: list[int] = []  # the ranks that FSDP2 shards over
         self.receiving: Receipts | None = None  # of the backward that runs now
         self.is_hooked = False  # by the script, whose hooks may divide too
+        self.wrapped = False
         self._places: dict[int, int] = {}  # by id
         self._refs: list[weakref.ref[Any]] = []  # by place
         self._roots: list[weakref.ref[nn.Module]] = []
@@ -93,7 +94,8 @@ class Ledger:
         return [root for ref in self._trained if (root := ref()) is not None]
 
     def name(self) -> None:
-        """Looks up the parameters' names, while their modules are alive."""
+        """Looks up the parameters' names, and wrappers, while their modules are alive."""
+        self.wrapped |= self.is_wrapped()
         by_id = names_of(self.roots())
         for place, one in enumerate(self.parameters):
             if (name := by_id.get(id(one))) is not None:
@@ -119,7 +121,7 @@ class Ledger:
             "numel": [one.numel() for one in every],
             "bytes": [one.numel() * one.element_size() for one in every],
         }
-        return {"parameters": about, "wrapped": self.is_wrapped(), "mesh": self.mesh}
+        return {"parameters": about, "wrapped": self.wrapped, "mesh": self.mesh}
 
     # Receipts
 

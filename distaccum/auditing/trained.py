@@ -44,8 +44,9 @@ class Backward:
 class Trained:
     """An optimizer, with the backwards of its current update and what happened between them."""
 
-    def __init__(self, optimizer: Any, place: int, ledger: Ledger, pending: list[Backward]) -> None:
-        self.optimizer, self.place, self.pending, self._ledger = weakref.ref(optimizer), place, pending, ledger
+    def __init__(self, optimizer: Any, place: int, ledger: Ledger) -> None:
+        self.optimizer, self.place, self._ledger = weakref.ref(optimizer), place, ledger
+        self.pending: list[Backward] = []
         self.num = self._num_cleared = 0
         self.is_seen = False  # by receipts
         self._used: tuple[int, int] | None = None  # a gradient at the last step

@@ -6,6 +6,7 @@ Numbers on a device are read when an optimizer steps, never in a micro-step.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import itertools
 import math
@@ -90,7 +91,6 @@ class Watch:
         self._modes: dict[tuple[str, int], bool] = {}
         self._current: Backward | None = None
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
-        self._early: list[Backward] = []  # before any optimizer was known
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
         self._scheduling = self._recurs = False
@@ -138,6 +138,9 @@ class Watch:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self.ledger.disarm)
+            for one in gc.get_objects():  # optimizers that are older than the audit
+                if issubclass(type(one), Optimizer):
+                    self._know(one)
             yield
 
     # Micro-steps
@@ -219,8 +222,6 @@ class Watch:
             # Nothing received: it reached one that is not known yet, or one that receipts do not see
             if one.place in touched or not (touched or (one.is_seen and made.received is not None)):
                 one.add(made, KEPT)
-        if not self.trained:
-            self._early = [*self._early[-KEPT:], made]
         return result
 
     def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -261,12 +262,7 @@ class Watch:
             for key, gone in [(key, one) for key, one in self.trained.items() if one.optimizer() is None]:
                 self._gone.append(self.trained.pop(key))
                 self.ledger.release(gone.place)
-            places = {self.ledger.place(parameter) for parameter in parameters_of(optimizer)}
-            early = [made for made in self._early if made.received and not places.isdisjoint(made.received)]
-            if not early and len({made.line for made in self._early}) == 1:  # else whose they are, nobody knows
-                early = self._early
-            one = Trained(optimizer, len(self.trained) + len(self._gone), self.ledger, early)
-            self.trained[id(optimizer)], self._early = one, [made for made in self._early if made not in early]
+            one = self.trained[id(optimizer)] = Trained(optimizer, len(self.trained) + len(self._gone), self.ledger)
         for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
         return one

@@ -45,7 +45,8 @@ class Part:
     term: dict[str, Any]
     total: float  # the weight of all its units together
     intent: float | None  # by what the script multiplies; None where nobody looked
-    addends: int  # of which the loss is a sum, where the audit does not know all of them
+    addends: int = 0  # of which the loss is a sum, where the audit does not know all of them
+    is_rooted: bool = False  # its loss goes through more than what scales and adds up
 
     @property
     def path(self) -> Path | None:
@@ -88,6 +89,10 @@ class Criterion:
         return self.parts[0].site[1]
 
     @property
+    def is_rooted(self) -> bool:
+        return any(part.is_rooted for part in self.parts)
+
+    @property
     def is_sum(self) -> bool:
         return self.parts[0].term["reduction"] not in MEANS
 
@@ -103,6 +108,11 @@ class Criterion:
             for index, parts in self.updates.items()
         }
         return calls if set(backwards.values()) == {1} else backwards
+
+    def is_constant(self, factors: Mapping[int, float]) -> bool:
+        """True if a constant divides it, or nothing: all units of all updates weigh the same."""
+        low, high = _ends(part.each("") * factors.get(part.index, 1.0) for part in self.parts if part.total)
+        return _is(low, high)
 
     def totals(self, factors: Mapping[int, float], usual: float, ranks: int, rule: str = "") -> dict[int, float]:
         """What all units of an update weigh together, in the gradient that is used."""
@@ -145,29 +155,22 @@ def parts_of(updates: Updates) -> AllParts:
                     path = term["divisors"] and [one for one in term["divisors"] if one != ("mul", update["scale"])]
                     if _is_weighed(term) or (place, site) in rooted:
                         own.append(path or [])
+                    if _is_weighed(term):
                         continue
                     total = num * term["seed"] / update["scale"] * (1 if term["reduction"] in MEANS else term["count"])
                     intent = None if path is None else _intent(path, term["count"])
                     addends = (adds + 1) * (adds >= len(backward["terms"]))
-                    known = {**term, "divisors": path}
-                    every[place].append(
-                        Part(
-                            **about,
-                            site=site,
-                            call=calls[site],
-                            term=known,
-                            total=total,
-                            intent=intent,
-                            addends=addends,
-                        )
-                    )
+                    known = {
+                        "term": {**term, "divisors": path},
+                        "is_rooted": (place, site) in rooted,
+                        "addends": addends,
+                    }
+                    every[place].append(Part(**about, **known, site=site, call=calls[site], total=total, intent=intent))
                 if own or not backward["terms"]:
                     path = [one for one in (own or [[]])[0] if one != ("mul", update["scale"])]
                     total, site = _leading(path), (backward["line"], OWN, "")
                     term = {"reduction": "mean", "count": 1, "rows": 1, "divisors": path, "eps": 0.0}
-                    every[place].append(
-                        Part(**about, site=site, call=1, term=term, total=total, intent=None, addends=0)
-                    )
+                    every[place].append(Part(**about, site=site, call=1, term=term, total=total, intent=None))
     return every
 
 
@@ -259,7 +262,7 @@ def within_updates(parts: AllParts, ranks: int, notes: list[str], unjudged: list
     """Finds units of an update that weigh differently, by no factor of the script."""
     faults, own, intended = [], _by_script(criterions_of(parts, by_call=False)), defaultdict[str, list[float]](list)
     for one in criterions_of(parts, by_call=True):
-        if one.name == OWN:
+        if one.name == OWN or one.is_rooted:
             continue
         if empty := sum(not part.term["count"] and part.term["reduction"] == "mean" for part in one.parts):
             text = f"no token counts in {empty} micro-batches, and the mean over none is NaN"
@@ -355,15 +358,18 @@ def among_updates(
     history = History(updates, reckoned, criterions, _sums(parts))
     undivided, faults = set[int](), []
     for one in criterions:
-        fault = None if one.name == OWN else _level(one, history, notes, unjudged)
+        fault = None if one.name == OWN else _level(one, history, notes, [] if one.is_rooted else unjudged)
         if fault is not None:
             faults.append(fault)
-            undivided |= {one.place} if fault.kind == "undivided" else set()
+            undivided |= {one.place} if fault.kind == "undivisor" else set()
     short: dict[int, Fault] = {}
     for one in criterions_of(parts, by_call=False):
-        if one.place not in undivided and (fault := _short(one, history, notes, unjudged)) is not None:
+        if (
+            one.place not in undivided
+            and (fault := _short(one, history, notes, [] if one.is_rooted else unjudged)) is not None
+        ):
             short.setdefault(one.place, fault)
-    return [*short.values(), *(one._replace(kind="divisor") for one in faults)]
+    return [*short.values(), *(one._replace(kind=one.kind.removeprefix("un")) for one in faults)]
 
 
 def _sums(parts: AllParts) -> dict[Key, Counter[int]]:
@@ -429,8 +435,7 @@ def _short(one: Criterion, history: History, notes: list[str], unjudged: list[st
     common = Counter(lengths.values()).most_common(1)[0][0]
     if not every:
         return None
-    low, high = _ends(part.each("") for part in every)
-    if one.is_sum and _is(low, high):  # a constant divides it
+    if one.is_sum and one.is_constant(factors):
         return None
     worst = dict[int, float]()
     for rule in ("", "intended"):
@@ -502,7 +507,7 @@ def _level(one: Criterion, history: History, notes: list[str], unjudged: list[st
     if given := [index for index, parts in one.updates.items() if any(map(_is_sum_for_mean, parts))]:
         return _sum_for_mean(one.where, totals, given)
     low, high = _ends(part.each("") for part in every)
-    if one.is_sum and _is(low, high):
+    if one.is_sum and _is(low, high) and one.is_constant(factors):
         if factor is not None and common > 1 and _is(low * factor, 1.0):
             return _undivided(one.where, [*totals.values()])
         return None  # a constant divides it, or nothing
@@ -519,13 +524,13 @@ def _level(one: Criterion, history: History, notes: list[str], unjudged: list[st
     is_alike = len({part.rank for part in every}) < ranks or all(
         part.term["rows"] > 1 and not part.term["print"] for part in every
     )
-    if factor is None or not paths or is_alike:
-        unjudged.append(f"the divisor in {one.where}: an update weighs {level:.4g} times a mean")
-        return None
-    alike = level * sum(other.place == place and usual[0] in other.updates for other in history.criterions)
-    is_part = not _is(history.sums[place, usual[0]].total() / ranks * factors.get(usual[0], factor), alike)
+    others = [other for other in history.criterions if other.place == place and other.name != OWN]
+    alike = level * sum(usual[0] in other.updates for other in others)
+    is_part = not _is(history.sums[place, usual[0]].total() / ranks * factors.get(usual[0], factor or 1.0), alike)
     is_part |= any(part.addends in (common, ranks) for part in every)
-    why = _why(level, factor, common, ranks, "mean" if not one.is_sum else one.name, paths[0], is_part)
+    why = None
+    if factor is not None and paths and not is_alike:
+        why = _why(level, factor, common, ranks, one.name if one.is_sum else "mean", paths[0], is_part)
     if why and why[1] == f"loss / {common}":
         every_update = [history.updates[place, index][0] for index in usual]
         if all(update["recurs"] for update in every_update):
@@ -533,14 +538,17 @@ def _level(one: Criterion, history: History, notes: list[str], unjudged: list[st
                 f"{one.where}: adds up {common} backwards, as steps in time; divide by {common} if they are not"
             )
             return None
-        if all(update["linear"] for update in every_update) and len(set(lengths.values())) == 1:
+        clips = any(kind == "clip" for update in every_update for kind, *_ in update["events"])
+        if all(update["linear"] for update in every_update) and len(set(lengths.values())) == 1 and not clips:
             unjudged.append(f"{one.where}: {why[0]}, as {common} times the learning rate would; {why[1]}, if it is not")
             return None
     if why:
-        kind = "undivided" if why[1] == f"loss / {common}" else "divisor"
+        kind = "undivisor" if why[1] == f"loss / {common}" else "divisor"
         return Fault(kind, one.where, f"{why[0]}: the gradient is {level:.4g} times that of the mean", why[1])
     if not all(_is(intended[index], 1.0) for index in usual):
-        unjudged.append(f"the divisor in {one.where}: an update weighs {level:.4g} times a mean")
+        unjudged.append(
+            f"{one.where}: the gradient is {level:.4g} times that of the mean; right if that is a coefficient"
+        )
     return None
 
 

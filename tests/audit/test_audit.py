@@ -10,14 +10,18 @@ import gc
 import json
 import shutil
 import sys
+import warnings
 import weakref
+from contextlib import ExitStack
 from functools import partial, wraps
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -64,6 +68,9 @@ ALONE = [
 # Losses, and gradients, that are not torch's alone: nothing is wrong, and not everything was judged.
 PARTLY = ("of_tasks", "of_policy", "focal", "rooted", "in_boxes", "projects", "plays")
 
+# An engine keeps the gradients; transformers counts the first token of a row, which nothing predicts.
+UNSEEN = ("trained zero1", "trained zero2", "trained zero3", "trained transformers")
+
 
 class Mutation(NamedTuple):
     name: str
@@ -88,33 +95,47 @@ def mutation(text: str) -> Mutation:
 MUTATIONS = [mutation(one) for one in (LOOPS.parent / "mutations.txt").read_text().rstrip().split("\n\n")]
 
 
+OWN_PROCESSES = ("accelerated", "trained", "compiled")  # whose libraries keep state, or start ranks
+
+
+def audit_here(path, text, arguments):
+    """The report of a script in this process, which has its group already where it is one of several ranks."""
+    given = [str(path), *arguments]
+    with ExitStack() as stack, distaccum.audit() as report:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        for owner, name, new in ((sys, "argv", given), (sys, "path", [str(LOOPS), *sys.path])):
+            stack.enter_context(patch.object(owner, name, new))
+        for name in ("init_process_group", "destroy_process_group"):
+            stack.enter_context(patch.object(dist, name, lambda *_, **__: None))
+        exec(compile(text, str(path), "exec"), {"__name__": "__main__"})
+    return report.as_dict() | {"text": str(report)}
+
+
 @pytest.fixture
-def audited(programs, tmp_path):
-    def run(script: str, text: str, ranks: int):
+def audited(programs, tmp_path, ranks, monkeypatch):
+    def run(script: str, text: str, num: int):
         name, *arguments = script.split()
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        monkeypatch.delitem(sys.modules, "data", raising=False)
+        if name not in OWN_PROCESSES:
+            return (
+                ranks(num).run(audit_here, path, text, arguments)[0] if num > 1 else audit_here(path, text, arguments)
+            )
         shutil.copy(LOOPS / "data.py", tmp_path)
-        (tmp_path / f"{name}.py").write_text(text)
         result = tmp_path / "result.json"
-        done = programs.run(
-            "distaccum",
-            "audit",
-            "--json",
-            result,
-            tmp_path / f"{name}.py",
-            *arguments,
-            ranks=ranks,
-            OMP_NUM_THREADS="1",
-        )
-        return done, json.loads(result.read_text()) if result.exists() else None
+        command = ("distaccum", "audit", "--json", result, path, *arguments)
+        done = programs.run(*command, ranks=num, OMP_NUM_THREADS="1")
+        return (json.loads(result.read_text()) if result.exists() else {}) | {"text": done.text, "status": done.status}
 
     return run
 
 
 @pytest.mark.parametrize("script", RIGHT)
 def test_right_script_has_no_finding(audited, script):
-    done, found = audited(script, (LOOPS / f"{script.split()[0]}.py").read_text(), RIGHT[script])
-    assert done.status == 0 and found["findings"] == [], done.text
-    assert found["ranks"] == RIGHT[script] and found["updates"] > 1
+    seen = audited(script, (LOOPS / f"{script.split()[0]}.py").read_text(), RIGHT[script])
+    assert seen["findings"] == [] and seen["status"] == (3 if script in UNSEEN else 0), seen["text"]
+    assert seen["ranks"] == RIGHT[script] and seen["updates"] > 1
 
 
 @pytest.mark.parametrize(("script", "kind"), ALONE)
@@ -135,17 +156,17 @@ def test_mistake_is_named_with_its_line(audited, mutation):
     for old, new in mutation.changes:
         assert text.count(old) == 1
         text = text.replace(old, new)
-    done, found = audited(mutation.script, text, WRONG.get(script.stem) or RIGHT.get(mutation.script, 1))
+    seen = audited(mutation.script, text, WRONG.get(script.stem) or RIGHT.get(mutation.script, 1))
     lines = [f"{script.stem}.py:{i}" for i, line in enumerate(text.splitlines(), start=1) if mutation.at in line]
     if mutation.kind == "note":  # what may be meant
-        assert done.status == 0 and found["findings"] == [], done.text
-        assert any(f"{line}: {mutation.says}" in note for line in lines for note in found["notes"]), done.text
+        assert seen["status"] in (0, 3) and seen["findings"] == [], seen["text"]
+        assert any(f"{line}: {mutation.says}" in note for line in lines for note in seen["notes"]), seen["text"]
         return
-    assert done.status == 1, done.text
-    kinds = [one for one in found["findings"] if one["kind"] == mutation.kind]
+    assert seen["status"] == 1, seen["text"]
+    kinds = [one for one in seen["findings"] if one["kind"] == mutation.kind]
     named = [one for one in kinds if mutation.says in one["text"] + one["window"]]
-    assert named, done.text
-    assert any(one["where"].endswith(tuple(lines)) for one in named), (lines, done.text)
+    assert named, seen["text"]
+    assert any(one["where"].endswith(tuple(lines)) for one in named), (lines, seen["text"])
 
 
 SEEN = """
@@ -383,10 +404,10 @@ def test_criterion_of_another_library_is_not_seen_and_the_verdict_says_so(monkey
     for one in (others, another):
         monkeypatch.setattr(nn.functional, "cross_entropy", one)
         report = trained(lambda scores, y: nn.functional.cross_entropy(scores, y) / 2)
-        assert nn.functional.cross_entropy is one and report.status == 0 and report.judged["weights"] == 0
-        assert "not seen: cross_entropy, in whose place another library has put its own" in report.notes
-        assert str(report).startswith("audit: nothing wrong was seen in 1 update: receipts of 1 update")
-        assert "weights were not judged" in str(report) and "right" not in str(report)
+        assert nn.functional.cross_entropy is one and report.status == 3 and report.judged["weights"] == 0
+        assert "cross_entropy, in whose place another library has put its own" in report.unjudged
+        assert str(report).startswith("audit: nothing wrong was seen in 1 update, but not everything was judged")
+        assert "weights of 2 of 2 backwards" in str(report) and "right" not in str(report)
 
 
 class ChunkedLogProbFunction(torch.autograd.Function):
@@ -409,7 +430,7 @@ def test_weights_of_a_fused_criterion_are_seen_where_its_loss_is_a_sum():
     assert [one.kind for one in wrong.findings] == ["weights"] and "1.5 to 1" in wrong.findings[0].text
     assert "weights in 1 criterion" in str(trained(lambda scores, y: -taken(scores, y).sum() / 5))
     policy = trained(lambda scores, y: -(taken(scores, y) * len(y)).exp().mean())
-    assert policy.status == 0 and "weights were not judged" in str(policy)
+    assert policy.status == 3 and policy.judged["weights"] == 0
 
 
 def test_audit_puts_everything_back():

@@ -23,7 +23,7 @@ def loss_fn(logits, labels):
 schedule = ScheduleGPipe(
     PipelineStage(module, rank, 2, torch.device("cpu")), chunks, loss_fn, scale_grads=name == "torchtitan_1733"
 )
-optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 for i, (rows, labels) in enumerate(texts(64, batch_size=8)):
     if name != "torchtitan_2972":
         labels = rows
