@@ -95,8 +95,10 @@ def _judge(seen: Seen) -> Verdict:
     alone = {key: one.alone for key, one in found.items() if one.alone}
     if 0 < len(alone) == compared and not any(one["wrapped"] for one in seen) and not is_one_mean(parts, alone):
         each = _each(seen)
-        note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
-        return each._replace(notes=[note, *each.notes])
+        if apart is None:
+            return each._replace(notes=[notes[-1], *each.notes])
+        alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
+        return each._replace(unjudged=[alone_from, *each.unjudged])
     faults += within_updates(parts, len(seen), notes, unjudged)
     doubts: list[str] = []
     faults += among_updates(parts, updates, found, notes, doubts) + without_backward(parts, updates)

@@ -19,6 +19,11 @@ def run(given: Any) -> int:
     """Returns the script's own exit status if it is not 0, otherwise the verdict's."""
     if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("--plot without matplotlib, which draws it; pip install matplotlib, or leave it out")
+    if given.folder is not None:
+        Path(given.folder).mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (given.json, given.plot)):
+        if not os.access(Path(path).parent, os.W_OK) or Path(path).is_dir():  # before hours of training
+            raise FileNotFoundError(f"{path} cannot be written; expected a file in a folder that is there")
     code = _prepare(given)
     status: Any = 0
 
@@ -40,7 +45,7 @@ def run(given: Any) -> int:
             status, report.ended = left.code, not left.code
         except Exception as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-            status, report.ended = 2, False
+            status, report.ended, report.error = 2, False, f"{type(error).__name__}: {error}"
     if isinstance(status, str):  # sys.exit("a message")
         print(status, file=sys.stderr)
     if isinstance(status, str) or status:

@@ -17,7 +17,7 @@ from ..law import plural, whole_number
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
-from .reckoning import Fault
+from .reckoning import WINDOW, Fault
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
@@ -47,6 +47,7 @@ class Audit:
     status: int = 2
     judged: dict[str, int] = field(default_factory=dict)
     rank: int = field(default=0, repr=False)
+    error: str = ""  # that ended the script
     ended: bool = field(default=True, repr=False)  # False: an error ended it, and other ranks may still wait
     seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -56,7 +57,7 @@ class Audit:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("status", "updates", "ranks", "judged", "notes", "unjudged")
+        names = ("status", "updates", "ranks", "judged", "notes", "unjudged", "error")
         return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
 
     def __str__(self) -> str:
@@ -71,11 +72,11 @@ class Audit:
             lines = ["audit: nothing could be judged: no optimizer of this process stepped what a backward gave"]
         elif num := len(self.findings):
             lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
-        windows = {one.window for one in self.findings}
+        lines += [f"  the script itself raised {self.error}"] * bool(self.error)
         for one in self.findings:
             lines += [f"  {one.where}: {one.text}", f"    by hand: {one.by_hand}"]
-            lines += [f"    window: {one.window}"] * (len(windows) > 1)
-        lines += [f"  window: {window}" for window in windows if len(windows) == 1]
+            lines += [f"    window: {one.window}"] * (one.window != WINDOW)
+        lines += [f"  window: {WINDOW}"] * any(one.window == WINDOW for one in self.findings)
         lines += [f"  note: {note}" for note in self.notes] + [f"  not judged: {text}" for text in self.unjudged]
         return fitted(line.replace(f"{Path.cwd()}{os.sep}", "") for line in lines)
 

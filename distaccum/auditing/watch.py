@@ -13,6 +13,8 @@ import math
 import os
 import sysconfig
 import traceback
+import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -93,6 +95,7 @@ class Watch:
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
+        self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of samplers
         self._scheduling = self._recurs = False
         self._scaler: Any = None  # that has scaled a loss since the last step
         self._has_stepped = False  # since it did
@@ -114,7 +117,7 @@ class Watch:
             (nn.Module, "zero_grad", self._clear),
             (nn.Module, "named_parameters", self.ledger.add_root),
             (DistributedDataParallel, "__init__", self.ledger.add_root),
-            (DistributedSampler, "__iter__", self._pad),
+            (DistributedSampler, "__iter__", self._sample),
             (torch.amp.GradScaler, "scale", self._scale),
             (torch.amp.GradScaler, "unscale_", self._unscale),
         ]
@@ -122,6 +125,7 @@ class Watch:
             *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
             *((owner, name, self._clip) for owner, name in clips),
             (Optimizer, "add_param_group", self._add_group),
+            (warnings, "showwarning", self._warn),
             (LRScheduler, "step", self._schedule),
             (torch.autograd, "grad", self._grad),
             (Window, "backward", self._weigh),
@@ -247,7 +251,8 @@ class Watch:
             if key not in self._modes:
                 self._modes[key] = root.training
                 self._recurs |= any(isinstance(one, nn.RNNBase | nn.RNNCellBase) for one in root.modules())
-                self.norms |= {name: None for name, one in batchnorms(root) if one.training}
+                norms = (name or type(one).__name__ for name, one in batchnorms(root) if one.training)
+                self.norms |= dict.fromkeys(norms)
                 if not root.training and any(isinstance(one, nn.Dropout) and one.p for one in root.modules()):
                     self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
             elif self._modes[key] and not root.training:
@@ -377,7 +382,18 @@ class Watch:
                 one.note_late("late", where()[0], over)
         return result
 
-    def _pad(self, sampler: Any) -> None:
+    def _warn(self, original: Any, message: Any, category: Any, path: str, line: int, *more: Any) -> None:
+        """Says of a warning that points to one of our wrappers where the script is."""
+        if path.startswith(BENEATH[1]):
+            path, _, number = where()[0].rpartition(":")
+            line = int(number or 0)
+        original(message, category, path, line, *more)
+
+    def _sample(self, sampler: Any) -> None:
+        if sampler.shuffle and self._epochs.get(sampler) == sampler.epoch:
+            text = "DistributedSampler shuffles alike in each epoch; call its set_epoch(epoch) before"
+            self.notes[f"{where()[0]}: {text}"] = None
+        self._epochs[sampler] = sampler.epoch
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
             length, more = len(sampler.dataset), sampler.total_size - len(sampler.dataset)
             self.notes[f"{where()[0]}: DistributedSampler repeats {more} of {length} samples to pad each epoch"] = None

@@ -507,10 +507,9 @@ def _level(one: Criterion, history: History, notes: list[str], unjudged: list[st
     if given := [index for index, parts in one.updates.items() if any(map(_is_sum_for_mean, parts))]:
         return _sum_for_mean(one.where, totals, given)
     low, high = _ends(part.each("") for part in every)
-    if one.is_sum and _is(low, high) and one.is_constant(factors):
-        if factor is not None and common > 1 and _is(low * factor, 1.0):
-            return _undivided(one.where, [*totals.values()])
-        return None  # a constant divides it, or nothing
+    is_constant = one.is_sum and _is(low, high) and one.is_constant(factors)
+    if is_constant and factor is not None and common > 1 and _is(low * factor, 1.0):
+        return _undivided(one.where, [*totals.values()])
     if not all(_is(totals[index], level) for index in usual):
         return None
     intended = one.totals(factors, factor or 1.0, ranks, "intended")
@@ -545,7 +544,7 @@ def _level(one: Criterion, history: History, notes: list[str], unjudged: list[st
     if why:
         kind = "undivisor" if why[1] == f"loss / {common}" else "divisor"
         return Fault(kind, one.where, f"{why[0]}: the gradient is {level:.4g} times that of the mean", why[1])
-    if not all(_is(intended[index], 1.0) for index in usual):
+    if not is_constant and not all(_is(intended[index], 1.0) for index in usual):
         unjudged.append(
             f"{one.where}: the gradient is {level:.4g} times that of the mean; right if that is a coefficient"
         )

@@ -69,7 +69,7 @@ ALONE = [
 PARTLY = ("of_tasks", "of_policy", "focal", "rooted", "in_boxes", "projects", "plays")
 
 # An engine keeps the gradients; transformers counts the first token of a row, which nothing predicts.
-UNSEEN = ("trained zero1", "trained zero2", "trained zero3", "trained transformers")
+UNSEEN = ("trained zero1", "trained zero2", "trained zero3", "trained transformers", "ddp_by_hand alone")
 
 
 class Mutation(NamedTuple):
