@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..law import plural, shorten
+from .parts import AllParts, Updates, parts_of
 from .reckoning import Fault, Key, Reckoning, Seen, columns, same_on_all
-from .weights import CONTRAST, AllParts, Updates, among_updates, is_one_mean, parts_of, within_updates, without_backward
+from .weights import CONTRAST, among_updates, is_one_mean, within_updates, without_backward
 
 ONE = torch.ones(1)
 WHERE = ("eval", "again", "late")  # wrong wherever they are
@@ -62,7 +63,8 @@ def _each(seen: Seen) -> Verdict:
 def _together(judged: Sequence[Verdict]) -> Verdict:
     every = [fault for one in reversed(judged) for fault in reversed(one.faults)]
     faults = {(one.kind, one.text if one.kind == "shared" else one.where): one for one in every}
-    notes, unjudged = (dict.fromkeys(text for one in judged for text in one[i]) for i in (1, 2))
+    notes = dict.fromkeys(text for one in judged for text in one.notes)
+    unjudged = dict.fromkeys(text for one in judged for text in one.unjudged)
     most = {what: max(one.judged[what] for one in judged) for what in judged[0].judged}
     return Verdict(sorted(faults.values(), key=lambda one: one.where), list(notes), list(unjudged), most)
 

@@ -87,9 +87,13 @@ class Audit:
         if lost := mine["world"] - self.ranks:
             text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"
             self.unjudged.append(text)
-        if watch.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
-            self.notes.append(f"{min(watch.norms)} normalises by each micro-batch: no window equals one big batch")
+        if watch.modes.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
+            self.notes.append(
+                f"{min(watch.modes.norms)} normalises by each micro-batch: no window equals one big batch"
+            )
         self.notes += watch.notes
+        if self.judged and not any(self.judged.values()) and not self.unjudged:
+            self.unjudged.append("weights and receipts, since ranks do not step alike")
         self.status = 1 if self.findings else 3 if self.unjudged else 0
         if not (self.judged and self.updates):
             self.status = 2

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import itertools
 import math
-import os
-import sysconfig
-import traceback
 import warnings
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, final
 from unittest.mock import patch
 
@@ -30,51 +24,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
-from ..batchnorm import batchnorms
 from ..window import Window
 from . import private
 from .criterions import count_of, hearing, reduction_of, unit_of
 from .ledger import Ledger, quietly
+from .lines import BENEATH, OURS, trainer, where
+from .loaders import Loaders
+from .modes import Modes
 from .trained import Backward, Trained, parameters_of
 
 FIRST, EVERY = 16, 16  # receipts are taken in the first updates, then in every 16th
 AFTER_EACH = 4  # updates with receipts after each backward too
 KEPT = 2000  # updates
 PRINTED = 1 << 16  # the most numbers of a target that its print is made of
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
-BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
-ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
-INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # of the user, or of another prefix
 
 
 class Enough(SystemExit):
     """Ends the script after as many updates as were asked for."""
-
-
-@functools.cache
-def is_users(path: str) -> bool:
-    return not path.startswith(ELSEWHERE) and not any(folder in path for folder in INSTALLED)
-
-
-def where() -> tuple[str, str]:
-    """The line of the user's code that runs now, and the innermost line outside of torch and the audit."""
-    frame, inner = inspect.currentframe(), ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not inner and not path.startswith(BENEATH):
-            inner = f"{path}:{frame.f_lineno}"
-        if is_users(path):
-            return f"{path}:{frame.f_lineno}", inner
-        frame = frame.f_back
-    return inner, inner
-
-
-def trainer() -> str:
-    """Tells whose loop runs: an "AccumulatingTrainer"'s, a "Trainer"'s, or "", the user's own."""
-    paths = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
-    if any(path.startswith(f"{OURS}trainers{os.sep}") for path in paths):
-        return "AccumulatingTrainer"
-    return "Trainer" if any(path.endswith(f"{os.sep}transformers{os.sep}trainer.py") for path in paths) else ""
 
 
 @final
@@ -86,22 +52,18 @@ class Watch:
         self.updates: list[dict[str, Any]] = []
         self.notes: dict[str, None] = {}  # about what is no mistake
         self.unjudged: dict[str, None] = {}
+        self.loaders = Loaders(self.notes)
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._gone: list[Trained] = []  # whose optimizer is
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
-        self.norms: dict[str, None] = {}  # names of batch normalisation in training mode
-        self._modes: dict[tuple[str, int], bool] = {}
+        self.modes = Modes(self.notes)
         self._current: Backward | None = None
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
-        self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of samplers
-        self._scheduling = self._recurs = False
+        self._scheduling = False
         self._scaler: Any = None  # that has scaled a loss since the last step
         self._has_stepped = False  # since it did
-        self._draws: list[int] = []  # loaders, since the last backward
-        self._drawn: Counter[int] = Counter()  # batches that trained or were skipped, by loader
-        self._batch, self._ends = (0, 0, 0), 0  # loader, its batches, and passes that ended
         if model is not None:
             self.ledger.add_root(model)
             for parameter in model.parameters():
@@ -117,7 +79,7 @@ class Watch:
             (nn.Module, "zero_grad", self._clear),
             (nn.Module, "named_parameters", self.ledger.add_root),
             (DistributedDataParallel, "__init__", self.ledger.add_root),
-            (DistributedSampler, "__iter__", self._sample),
+            (DistributedSampler, "__iter__", self.loaders.sample),
             (torch.amp.GradScaler, "scale", self._scale),
             (torch.amp.GradScaler, "unscale_", self._unscale),
         ]
@@ -142,12 +104,11 @@ class Watch:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self.ledger.disarm)
-            for one in gc.get_objects():  # optimizers that are older than the audit
-                if issubclass(type(one), Optimizer):
-                    self._know(one)
+            gc.collect()  # so that ranks know the same optimizers
+            for older in gc.get_objects():
+                if issubclass(type(older), Optimizer):
+                    self._know(older)
             yield
-
-    # Micro-steps
 
     @quietly
     def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
@@ -186,15 +147,10 @@ class Watch:
         finally:
             self._expected = None
 
-    @property
-    def _num(self) -> int:
-        """Updates so far."""
-        return max((one.num for one in self.trained.values()), default=0)
-
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
-        made, num = Backward(where()[0], self._batch_now()), self._num
+        made, num = Backward(where()[0], self.loaders.batch()), max((t.num for t in self.trained.values()), default=0)
         made.scaler = None if self._has_stepped else self._scaler
         for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):
             one.forgo("")
@@ -206,7 +162,9 @@ class Watch:
         if not self.ledger.is_hooked and (made.received is not None or not self._heard):
             roots = args[at] if len(args) > at else options.get("tensors")
             made.own = quietly(private.note_divisors)(roots, self._see_fused) or []
-        quietly(self._note_modes)(made.line)
+        if quietly(self.modes.have_left_training)(made.line, self.ledger.trained_roots()):
+            for one in self.trained.values():
+                one.note("eval", made.line)
         self._current = made
         try:
             result = original(*args, **options)
@@ -235,31 +193,6 @@ class Watch:
             return original(*args, **options)
         finally:
             self.ledger.receiving = received
-
-    def _batch_now(self) -> tuple[int, int, int]:
-        """The batch that is trained: of the loader that was drawn from last, since others only validate."""
-        if self._draws:
-            loader = self._draws[-1]
-            self._drawn[loader] += self._draws.count(loader)
-            self._batch = loader, self._drawn[loader], self._ends
-            self._draws.clear()
-        return (*self._batch[:2], self._ends)
-
-    def _note_modes(self, line: str) -> None:
-        for root in self.ledger.trained_roots():
-            key = line, id(root)
-            if key not in self._modes:
-                self._modes[key] = root.training
-                self._recurs |= any(isinstance(one, nn.RNNBase | nn.RNNCellBase) for one in root.modules())
-                norms = (name or type(one).__name__ for name, one in batchnorms(root) if one.training)
-                self.norms |= dict.fromkeys(norms)
-                if not root.training and any(isinstance(one, nn.Dropout) and one.p for one in root.modules()):
-                    self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
-            elif self._modes[key] and not root.training:
-                for one in self.trained.values():
-                    one.note("eval", line)
-
-    # Steps
 
     def _know(self, optimizer: Any) -> Trained:
         one = self.trained.get(id(optimizer))
@@ -323,24 +256,19 @@ class Watch:
         if one.num < 2:
             self.ledger.name()
         record = {**one.record(), "line": where()[0], "linear": is_linear(one.optimizer())}
-        record |= {"trainer": trainer(), "recurs": self._recurs and one.num_drawn < 2}
+        record |= {"trainer": trainer(), "recurs": self.modes.recurs and one.num_drawn < 2}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
         if len(self.updates) < KEPT:
             self.updates.append(record)
 
-    # Around them
-
     def _draw(self, original: Any, loader: Any) -> Any:
         try:
-            batch = original(loader)
+            return self.loaders.draw(original, loader)
         except StopIteration:
-            self._ends += 1
             for one in (one for one in self.trained.values() if one.is_waiting):
                 one.note("ended")
             raise
-        self._draws.append(private.source_of(loader))
-        return batch
 
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
         """Notes that a module or an optimizer is cleared, and with it the gradients that no step used."""
@@ -388,15 +316,6 @@ class Watch:
             path, _, number = where()[0].rpartition(":")
             line = int(number or 0)
         original(message, category, path, line, *more)
-
-    def _sample(self, sampler: Any) -> None:
-        if sampler.shuffle and self._epochs.get(sampler) == sampler.epoch:
-            text = "DistributedSampler shuffles alike in each epoch; call its set_epoch(epoch) before"
-            self.notes[f"{where()[0]}: {text}"] = None
-        self._epochs[sampler] = sampler.epoch
-        if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
-            length, more = len(sampler.dataset), sampler.total_size - len(sampler.dataset)
-            self.notes[f"{where()[0]}: DistributedSampler repeats {more} of {length} samples to pad each epoch"] = None
 
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler, self._has_stepped = scaler if scaler.is_enabled() else None, False

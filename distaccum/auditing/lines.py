@@ -1,0 +1,43 @@
+"""Lines of the user's code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # of the user, or of another prefix
+
+
+@functools.cache
+def is_users(path: str) -> bool:
+    return not path.startswith(ELSEWHERE) and not any(folder in path for folder in INSTALLED)
+
+
+def where() -> tuple[str, str]:
+    """The line of the user's code that runs now, and the innermost line outside of torch and the audit."""
+    frame, inner = inspect.currentframe(), ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not inner and not path.startswith(BENEATH):
+            inner = f"{path}:{frame.f_lineno}"
+        if is_users(path):
+            return f"{path}:{frame.f_lineno}", inner
+        frame = frame.f_back
+    return inner, inner
+
+
+def trainer() -> str:
+    """Tells whose loop runs: an "AccumulatingTrainer"'s, a "Trainer"'s, or "", the user's own."""
+    paths = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+    if any(path.startswith(f"{OURS}trainers{os.sep}") for path in paths):
+        return "AccumulatingTrainer"
+    return "Trainer" if any(path.endswith(f"{os.sep}transformers{os.sep}trainer.py") for path in paths) else ""
