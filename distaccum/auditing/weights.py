@@ -247,6 +247,11 @@ def _level(usual: Usual, history: History, notes: list[str], unjudged: list[str]
     are_same = sum(_is_same(one.updates[i]) for i in usual.updates) * 2 > len(usual.updates)
     if are_same and (shared := _same_gradient(one, history, usual.updates[0], common)) is not None:
         return shared
+    every = [history.updates[one.place, i][0] for i in usual.updates]
+    if is_equal(level, common) and all(update["recurs"] for update in every):
+        text = f"adds up {common} backwards, as steps in time; divide by {common} if they are not"
+        notes.append(f"{one.where}: {text}")
+        return None
     why = None if are_same else _reason(usual, history)
     if why is None:
         is_coefficient = all(is_equal(usual.intended[i], 1.0) for i in usual.updates)
@@ -255,11 +260,6 @@ def _level(usual: Usual, history: History, notes: list[str], unjudged: list[str]
             unjudged.append(f"{one.where}: {text}")
         return None
     if why[1].startswith(UNDIVIDED):
-        every = [history.updates[one.place, i][0] for i in usual.updates]
-        if all(update["recurs"] for update in every):
-            text = f"adds up {common} backwards, as steps in time; divide by {common} if they are not"
-            notes.append(f"{one.where}: {text}")
-            return None
         is_clipped = any(kind == "clip" for update in every for kind, *_ in update["events"])
         if all(update["linear"] for update in every) and len({*usual.lengths.values()}) == 1 and not is_clipped:
             unjudged.append(f"{one.where}: {why[0]}, as {common} times the learning rate would; {why[1]}, if it is not")

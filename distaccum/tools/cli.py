@@ -245,8 +245,8 @@ examples:
   distaccum audit --updates 20 -m package.train --lr 0.1      a module, up to its 20th update
   torchrun --nproc-per-node 2 -m distaccum audit train.py     on ranks; also under accelerate launch, deepspeed, srun
 
-exit status: 0 right, 1 something is wrong, 2 it could not run or nothing could be judged; the script's own where it is
-not 0
+exit status: 0 right, 1 something is wrong, 2 it could not run or nothing could be judged, 3 nothing wrong was seen but
+not everything was judged; the script's own where it is not 0
 """
 
 
