@@ -33,7 +33,7 @@ from .loaders import Loaders
 from .modes import Modes
 from .trained import Backward, Trained, parameters_of
 
-FIRST, EVERY = 16, 16  # receipts are taken in the first updates, then in every 16th
+FIRST, EVERY = 16, 64  # receipts are taken in the first updates, then in every 64th
 AFTER_EACH = 4  # updates with receipts after each backward too
 KEPT = 2000  # updates
 PRINTED = 1 << 16  # the most numbers of a target that its print is made of
@@ -57,6 +57,7 @@ class Watch:
         self._gone: list[Trained] = []  # whose optimizer is
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.modes = Modes(self.notes)
+        self._num = 0  # updates so far
         self._current: Backward | None = None
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
@@ -114,7 +115,8 @@ class Watch:
     def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
         count, rows = count_of(name, given)
         known = {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
-        term = _term(name, loss.dtype, print=print_of(given.get("target", given.get("targets"))), **known)
+        target = given.get("target", given.get("targets"))
+        term = _term(name, loss.dtype, print=print_of(target) if self._num < FIRST else None, **known)
         self._heard.append(term)
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
@@ -150,11 +152,11 @@ class Watch:
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
-        made, num = Backward(where()[0], self.loaders.batch()), max((t.num for t in self.trained.values()), default=0)
+        made, num = Backward(where()[0], self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
         for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):
             one.forgo("")
-        if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
+        if num < FIRST or num % EVERY == 0:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
         else:
@@ -241,6 +243,7 @@ class Watch:
             return
         self._stepping, self._has_stepped = None, True
         one.num += bool(one.pending)
+        self._num = max(self._num, one.num)
         one.forget()
         stepped = [other.num for other in self.trained.values() if other.num]
         if self.most is not None and stepped and min(stepped) >= self.most:

@@ -244,7 +244,8 @@ def _level(usual: Usual, history: History, notes: list[str], unjudged: list[str]
     is_one = is_equal(level, 1.0) or all(is_equal(total, 1.0) for total in sums)  # by itself, or together
     if not level or is_one or not all(is_equal(usual.totals[i], level) for i in usual.updates):
         return None
-    are_same = sum(_is_same(one.updates[i]) for i in usual.updates) * 2 > len(usual.updates)
+    printed = [one.updates[i] for i in usual.updates if any(part.term["print"] is not None for part in one.updates[i])]
+    are_same = sum(map(_is_same, printed)) * 2 > len(printed)
     if are_same and (shared := _same_gradient(one, history, usual.updates[0], common)) is not None:
         return shared
     every = [history.updates[one.place, i][0] for i in usual.updates]

@@ -99,7 +99,7 @@ def main() -> None:
         about,
         f"Ratio of the time of {options.updates} updates of {STEPS} micro-steps under `distaccum.audit` to that "
         f"without, alternately, {options.rounds} rounds: the median, and how far the middle half reaches. "
-        f"Receipts are taken in each of the first {FIRST} updates, and in every 16th of the others. One process by its "
+        f"Receipts are taken in each of the first {FIRST} updates, and in every 64th of the others. One process by its "
         "own time, ranks (DDP on gloo) by the clock of rank 0. In every round the weights are the same to the bit.",
     )
     rows = []
