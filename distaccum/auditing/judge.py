@@ -81,6 +81,7 @@ def _judge(seen: Seen) -> Verdict:
         for update in one["updates"]:
             by_key[update["optimizer"], update["index"]].append(update)
     updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
+    left_out = len(by_key) - len(updates)
     found, kept = _reckon(seen, updates)
     own = {place for (place, _), one in found.items() if one.is_own}
     moved = {place for (place, _), ranks in updates.items() if any(one["moved"] for one in ranks)}  # as SAM does
@@ -104,13 +105,14 @@ def _judge(seen: Seen) -> Verdict:
     faults += within_updates(parts, len(seen), notes, unjudged)
     doubts: list[str] = []
     faults += among_updates(parts, updates, found, notes, doubts) + without_backward(parts, updates)
-    faults += _traffic(seen, updates, notes) + _events(seen, updates, notes) + (apart or [])
+    faults += _traffic(seen, updates) + _events(seen, updates, notes) + (apart or [])
     kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
-    hidden = ["not reduced"] * (apart is None) + ["uneven"] * bool({"clip", "unscale"} & kinds)
+    hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)
     hidden += ["window", "lost"] * ("cleared" in kinds)
     if updates and not compared and not any(one.unjudged for one in found.values()):
         unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
     judged = {"weights": len({(place, part.site) for place in parts for part in parts[place] if not part.is_own})}
+    unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
     unjudged += doubts * (not faults) + _not_weighed(parts)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
     left = [one._replace(kind=one.kind.removeprefix("run's ")) for one in faults if one.kind not in hidden]
@@ -267,34 +269,22 @@ def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:
     return found
 
 
-def _traffic(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
+def _traffic(seen: Seen, updates: Updates) -> list[Fault]:
     """Finds reductions before a window's last backward: after it, ranks with different gradients have equal ones."""
-    early, scattered, mixed = Counter[str](), Counter[str](), 0  # by line
-    windows = sent = least = shards = 0  # bytes
+    early, windows, sent, least = Counter[str](), 0, 0, 0  # by line; bytes
     for ranks in updates.values() if len(seen) > 1 else ():
         every = [one["backwards"] for one in ranks]
         if len({*map(len, every)}) > 1 or len(every[0]) < 2 or any("left" not in one for each in every for one in each):
             continue
         about, windows = columns(seen[0], ranks[0]["places"]), windows + 1
         size, copies = about["bytes"], about["copies"]
-        shards = int(size[copies > 0].sum())
         for of_ranks in list(zip(*every, strict=True))[:-1]:
             after, got = (torch.stack([one[key] for one in of_ranks]) for key in ("left", "received"))
-            line, reduced = of_ranks[0]["line"], (copies == 0) & _alike(after, 1) & ~_alike(got, 1)
-            gathered = (copies > 0) & got.any(-1).any(0)  # so by FSDP2, not by tensor parallelism
+            line, reduced = of_ranks[0]["line"], (copies == 0) & _alike(after) & ~_alike(got)
             if reduced.any():
                 early[line] += 1
                 sent += int(size[reduced].sum())
-            scattered[line] += bool(after[:, gathered].any())
-            mixed += bool(
-                (gathered & (copies > 1) & _alike(after, len(seen) // copies.clamp(min=1)) & ~_alike(got, 1)).any()
-            )
         least += int(size[(copies == 0) & after.any(-1).any(0)].sum())
-    if num := scattered.total():
-        (line, _), times = scattered.most_common(1)[0], f"{num / windows + 1:.3g} times per update"
-        note = f"{line}: shards are reduced {times}, {_mib(shards)} each, which saves memory"
-        more = "; so are their replicas, which does not: set_requires_all_reduce(False) before a window's last backward"
-        notes.append(note + more * (mixed > 0))
     num = early.total()
     if 2 * num <= windows:  # none, or now and then, as torch's pipelines over DDP do in their first update
         return []
@@ -309,12 +299,10 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.3g} MiB"
 
 
-def _alike(values: Tensor, groups: Tensor | int) -> Tensor:
-    """Tells which parameters have at most as many different receipts, none of them 0, as there are groups of ranks."""
+def _alike(values: Tensor) -> Tensor:
+    """Tells which parameters have equal receipts on all ranks, none of them 0."""
     size = values.abs().amax((0, 2)).clamp(min=1e-300)
-    same = (values[:, None] - values[None]).abs().amax(-1) <= 1e-6 * size  # rank, rank, parameter
-    firsts = (~(same & torch.ones(len(values), len(values)).tril(-1).bool()[:, :, None]).any(1)).sum(0)
-    return (firsts <= groups) & values.any(-1).all(0)
+    return ((values - values[:1]).abs().amax((0, 2)) <= 1e-6 * size) & values.any(-1).all(0)
 
 
 def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None:

@@ -46,6 +46,7 @@ class Ledger:
         self.receiving: Receipts | None = None  # of the backward that runs now
         self.is_hooked = False  # by the script, whose hooks may divide too
         self.wrapped = False
+        self.unseen: set[int] = set()  # places of those that receipts cannot see
         self._places: dict[int, int] = {}  # by id
         self._refs: list[weakref.ref[Any]] = []  # by place
         self._roots: list[weakref.ref[nn.Module]] = []
@@ -159,7 +160,9 @@ class Ledger:
         for place in places:
             parameter = self.parameters[place]
             one = parameter if of_values else parameter.grad
-            if one is None or one.is_sparse or not is_seen(parameter):
+            if one is not None and (one.is_sparse or not is_seen(parameter)):
+                self.unseen.add(place)
+            if one is None or place in self.unseen:
                 continue
             if not hasattr(one, "to_local"):
                 found[place] = project(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import final
 
@@ -12,14 +13,16 @@ from ..batchnorm import batchnorms
 
 @final
 class Modes:
-    """The mode of each model at each line of a backward, and whether any recurs.
+    """The mode of each model at each line of a backward.
 
     Attributes:
         norms (dict[str, None]): Names of batch normalisation in training mode.
+        recurrent (WeakSet[nn.Module]): Modules that go through steps in time.
     """
 
     def __init__(self, notes: dict[str, None]) -> None:
-        self.norms, self.recurs, self._notes = dict[str, None](), False, notes
+        self.norms, self._notes = dict[str, None](), notes
+        self.recurrent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._was_training: dict[tuple[str, int], bool] = {}
 
     def have_left_training(self, line: str, roots: Iterable[nn.Module]) -> bool:
@@ -30,7 +33,7 @@ class Modes:
                 has_left |= self._was_training[key] and not root.training
                 continue
             self._was_training[key] = root.training
-            self.recurs |= any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in root.modules())
+            self.recurrent |= {module for module in root.modules() if isinstance(module, nn.RNNBase | nn.RNNCellBase)}
             self.norms |= {name or type(norm).__name__: None for name, norm in batchnorms(root) if norm.training}
             if not root.training and any(isinstance(module, nn.Dropout) and module.p for module in root.modules()):
                 self._notes[f"{line}: trains a model in eval mode, without its dropout"] = None

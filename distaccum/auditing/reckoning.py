@@ -68,8 +68,6 @@ class Reckoning:
         self.whole = self.own.mean(0)
         self.size = torch.stack([one.norm(dim=(0, 2)) for one in self.received]).mean(0)
         self.closed = torch.stack([one["closed"] for one in updates])
-        last = [each["backwards"][-1] for each in updates if each["backwards"]]
-        self.left = [one["left"] for one in last if "left" in one]  # by rank, after the last backward
         sharded = copies > 0
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
@@ -107,7 +105,6 @@ class Reckoning:
         most = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
         found = self._explain(judged if most else wrong, None if most else factor) if wrong.any() else []
         if (wrong & ~rounded).any():
-            found = found or self._compare(wrong, factor)
             if not found:
                 self.is_own = True
                 text = f"what the script does with the gradient of {self._named(wrong)} before it steps"
@@ -127,20 +124,6 @@ class Reckoning:
         most = [one.abs().amax((0, 2)) * (len(one) > 1) for one in self.received]
         apart = [(one - one[:1]).abs().amax((0, 2)) for one in self.received]
         return torch.stack([off < 1e-4 * size for off, size in zip(apart, most, strict=True)]).all(0)
-
-    def _compare(self, wrong: Tensor, factor: float) -> list[Fault]:
-        """Finds gradients that are summed over ranks while the others are averaged, or the reverse."""
-        ratio = float(_ratio(self.closed[0][wrong].flatten(), self.whole[wrong].flatten())) / factor
-        is_known = len(self.own) > 1 and min(abs(ratio / one - 1) for one in (len(self.own), 1 / len(self.own))) < FINE
-        is_known &= len(self.left) == len(self.own)
-        if not is_known or not (_rest(self.closed, self.whole) < self.bound)[wrong].all():
-            return []
-        after = torch.stack(self.left)
-        is_scaled = ((_ratio(self.closed, after) - 1).abs() > self.bound).all(0)
-        if (is_scaled & (_rest(self.closed, after) < self.bound))[wrong].any():
-            return []  # a factor that the script gives them itself
-        text = f"{self._named(wrong)}: the gradient in update {self.index} is {ratio:.4g} times the others'"
-        return [Fault("divisor", self.where, text, "let all reductions divide by the same number of ranks")]
 
     def _explain(self, wrong: Tensor, factor: float | None) -> list[Fault]:
         """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""

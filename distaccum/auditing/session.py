@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..law import plural, whole_number
+from ..law import plural, shorten, whole_number
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
@@ -91,8 +91,11 @@ class Audit:
             self.notes.append(
                 f"{min(watch.modes.norms)} normalises by each micro-batch: no window equals one big batch"
             )
+        if watch.ledger.unseen:
+            names = shorten([watch.ledger.names.get(i, f"parameter {i}") for i in sorted(watch.ledger.unseen)])
+            self.unjudged.append(f"receipts of {names}, whose gradient is sparse, or has too long rows")
         self.notes += watch.notes
-        if self.judged and not any(self.judged.values()) and not self.unjudged:
+        if self.judged and not (any(self.judged.values()) or self.findings or self.unjudged):
             self.unjudged.append("weights and receipts, since ranks do not step alike")
         self.status = 1 if self.findings else 3 if self.unjudged else 0
         if not (self.judged and self.updates):

@@ -259,7 +259,8 @@ class Watch:
         if one.num < 2:
             self.ledger.name()
         record = {**one.record(), "line": where()[0], "linear": is_linear(one.optimizer())}
-        record |= {"trainer": trainer(), "recurs": self.modes.recurs and one.num_drawn < 2}
+        recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
+        record |= {"trainer": trainer(), "recurs": one.num_drawn < 2 and one.place in self.ledger.owners_of(recurrent)}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
         if len(self.updates) < KEPT:

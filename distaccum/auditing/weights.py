@@ -188,9 +188,16 @@ class History:
 def _short(usual: Usual, history: History, notes: list[str], unjudged: list[str]) -> Fault | None:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
     one, lengths = usual.one, usual.lengths
-    if not usual.level or one.is_constant(usual.factors):
+    is_mean = is_equal(usual.level, 1.0)
+    if one.is_constant(usual.factors):
+        if is_mean and not are_equal(usual.totals.values()):
+            unjudged.append(f"{one.where}: a constant divides this sum, also in updates with fewer or more units")
         return None
-    if one.is_own and not (is_equal(usual.level, 1.0) and are_equal(part.total for part in one.parts)):
+    backwards = {(part.index, part.rank, part.backward) for part in one.parts}
+    is_by_call = len(backwards) == len({backward[:2] for backward in backwards}) < len(one.parts)
+    if not usual.level or (is_by_call and not is_mean):
+        return None  # a graph of its own adds up, as over steps in time
+    if one.is_own and not (is_mean and are_equal(part.total for part in one.parts)):
         return None  # it is not the window's length that divides it
     spread = (1.0, 1.0)
     for totals in (usual.totals, usual.intended):

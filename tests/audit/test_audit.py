@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import distaccum
 from distaccum import Accumulator
@@ -497,3 +498,118 @@ def test_last_line_says_which_share_was_not_judged():
     assert str(report).rpartition("\n  not judged: ")[2].startswith("weights of 6 of 8 backwards")
     with pytest.raises(AssertionError, match="not everything was judged"):
         report.assert_right()
+
+
+def clipped(bound, is_late=False, scaler=None):
+    """The report of windows that clip in each micro-step, or after the step."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    with distaccum.audit(model) as report:
+        for _ in range(4):
+            for _ in range(4):
+                (mean(model) / 4).backward()
+                if not is_late:
+                    if scaler is not None:
+                        scaler.unscale_(adam)
+                    nn.utils.clip_grad_norm_(model.parameters(), bound)
+            adam.step()
+            if is_late:
+                nn.utils.clip_grad_norm_(model.parameters(), bound)
+            adam.zero_grad()
+    return report
+
+
+def test_clipping_is_judged_by_what_it_changes():
+    clipped(float("inf")).assert_right()
+    clipped(float("inf"), scaler=torch.amp.GradScaler("cpu", enabled=False)).assert_right()
+    assert "has changed nothing" in clipped(100.0).notes[0] and clipped(100.0).status == 0
+    assert [fault.kind for fault in clipped(0.01).findings] == ["clip"]
+    assert [fault.kind for fault in clipped(1.0, is_late=True).findings] == ["late"]
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_batches_that_validate_excuse_no_short_window(num):
+    x, y, model = torch.randn(44, 8), torch.randint(0, 3, (44,)), nn.Linear(8, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    loaders = [DataLoader(TensorDataset(x[:n], y[:n]), batch_size=4) for n in (44, 4 * num or 4)]
+    with distaccum.audit(model) as report:
+        for _ in range(3):
+            for i, (inputs, targets) in enumerate(loaders[0]):
+                (cross_entropy(model(inputs), targets) / 4).backward()
+                for _ in loaders[1] if i == 9 and num else ():
+                    pass
+                if i % 4 == 3 or i == 10:
+                    adam.step()
+                    adam.zero_grad()
+    assert ["weighs 0.75 of the others, which have 4; so 3 of 9" in one.text for one in report.findings] == [True]
+
+
+def test_ignored_rows_without_a_reduction_are_no_tokens():
+    def backward(model, i, length):
+        y = torch.randint(0, 3, (24,)).where(torch.arange(24) < 5 + 4 * i, -100)
+        losses = cross_entropy(model(torch.randn(24, 8)), y, reduction="none")
+        (losses.sum() / (y != -100).sum() / length).backward()
+
+    (fault,) = loop(backward, [4, 4]).findings
+    assert fault.text.startswith("tokens of different micro-batches weigh 0.0147 to 0.05 (3.4 to 1)")
+    assert "count_tokens" in fault.window
+
+
+def test_scaler_that_is_older_than_the_audit_hides_no_short_window():
+    model = nn.Linear(8, 3)
+    adam, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=256.0)
+    with distaccum.audit(model) as report:
+        for length in (4, 4, 3, 4):
+            for _ in range(length):
+                scaler.scale(mean(model) / 4).backward()
+            scaler.step(adam)
+            scaler.update()
+            adam.zero_grad()
+        for _ in range(2):
+            mean(model).backward()  # without it
+            adam.step()
+            adam.zero_grad()
+    assert [fault.kind for fault in report.findings] == ["window"] and "0.75" in report.findings[0].text
+
+
+def test_tail_that_leaks_into_the_next_epoch_is_named_as_that():
+    model, data = nn.Linear(8, 3), TensorDataset(torch.randn(44, 8), torch.randint(0, 3, (44,)))
+    adam = torch.optim.AdamW(model.parameters())
+    with distaccum.audit(model) as report:
+        for _ in range(2):
+            for i, (inputs, targets) in enumerate(DataLoader(data, batch_size=4)):
+                (cross_entropy(model(inputs), targets) / 4).backward()
+                if i % 4 == 3:
+                    adam.step()
+                    adam.zero_grad()
+    (fault,) = report.findings
+    assert "7 micro-batches, and weighs 1.75" in fault.text and "3 micro-batches of the epoch before" in fault.text
+
+
+def test_losses_that_a_graph_adds_up_are_micro_batches():
+    def report(divisor):
+        return loop(
+            lambda model, i, length: (sum(mean(model) for _ in range(calls.pop())) / divisor(4)).backward(), [1] * 5
+        )
+
+    calls = [4, 3, 4, 4, 4] * 2
+    (fault,) = report(lambda length: length).findings
+    assert "3 micro-batches, and weighs 0.75" in fault.text
+
+
+def test_warning_points_to_the_script_and_an_error_is_said_to_be_its_own(programs, tmp_path):
+    (tmp_path / "train.py").write_text(SEEN.split("model =")[0] + WARNS)
+    shutil.copy(LOOPS / "data.py", tmp_path)
+    done = programs.run("distaccum", "audit", tmp_path / "train.py", "0")
+    assert done.status == 2 and "the script itself raised KeyError: 'mine'" in " ".join(done.text.split())
+    assert "train.py:9: UserWarning" in done.text and "watch.py" not in done.text
+    missing = programs.run("distaccum", "audit", "--json", tmp_path / "no" / "x.json", tmp_path / "train.py")
+    assert missing.status == 2 and "cannot be written" in missing.text and "UserWarning" not in missing.text
+
+
+WARNS = """
+sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+torch.optim.lr_scheduler.StepLR(sgd, 2).step()
+raise KeyError("mine")
+"""
