@@ -107,7 +107,7 @@ class Watch:
             stack.callback(self.ledger.disarm)
             gc.collect()  # so that ranks know the same optimizers
             for older in gc.get_objects():
-                if issubclass(type(older), Optimizer):
+                if issubclass(type(older), Optimizer) and "optimizer" not in vars(older):  # no wrapper, as Accelerate's
                     self._know(older)
             yield
 
