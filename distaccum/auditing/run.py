@@ -30,7 +30,7 @@ def run(given: Any) -> int:
     def tell(report: Audit) -> None:
         with suppress(BrokenPipeError):  # the report goes to stderr, which may still be open
             sys.stdout.flush()
-        launched = report.status and "TORCHELASTIC_RUN_ID" in os.environ
+        launched = report.status and not report.error and "TORCHELASTIC_RUN_ID" in os.environ
         noise = f"\nWhat torchrun adds below is about the exit status, {report.status}; no rank has failed otherwise."
         print(f"{report}{noise * bool(launched)}", file=sys.stderr, flush=True)
         if given.json is not None:
