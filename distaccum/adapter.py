@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
@@ -49,6 +50,10 @@ class Adapter:
     def communicates(self, loader: Any) -> bool:
         """Returns whether drawing from a loader communicates; ranks at different micro-steps must not do that."""
         return False
+
+    def reading(self, loader: Any, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
+        """A context for the loop over a loader; `is_last()`: the micro-batch at work is the last that was drawn."""
+        return nullcontext()
 
     def tells_state(self, loader: Any) -> bool:
         """Returns whether a loader's `state_dict()` works."""

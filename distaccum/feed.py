@@ -225,6 +225,10 @@ class Reader:
         self._error: Exception | None = None  # which the loader raised after these items
         self._has_ended = position is not None and position[1] == END
 
+    @property
+    def has_unused(self) -> bool:
+        return bool(self._drawn)
+
     def fill(self, num: int) -> bool:
         """Draws until there are `num` items, or the loader ends or fails; returns whether there are `num`."""
         while len(self._drawn) < num and not self._has_ended and self._error is None:

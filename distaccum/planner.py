@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, final
 
@@ -156,7 +157,10 @@ class Planner:
         reader, place = self._reader_of(loader)
         communicates = any(one.communicates(loader) for one in job.adapters)
         feed = Ahead(job, reader, ahead=ahead, communicates=communicates)
+        stack = ExitStack()
         try:
+            for one in job.adapters:
+                stack.enter_context(one.reading(loader, lambda: self._uses_last_of(reader)))
             while True:
                 if place is not None:
                     self._join(place)
@@ -176,11 +180,17 @@ class Planner:
             if place is not None:
                 place.position, place.reader = reader.end(), None
         finally:
+            stack.close()
             if feed.leave():
                 left = held(loader)
                 if not isinstance(left, weakref.ref):  # of strong references, only the last is kept
                     self._left = [one for one in self._left if isinstance(one[0], weakref.ref)]
                 self._left.append((left, reader))
+
+    def _uses_last_of(self, reader: Reader) -> bool:
+        """True if the micro-batch at work is the last that was drawn."""
+        window = self.window
+        return window is not None and not reader.has_unused and window.micro_step == len(window) - 1
 
     def may_be_empty(self, loader: Any) -> bool:
         """Tells whether this loader has a reason to yield nothing: it was left before, or a state was just loaded."""

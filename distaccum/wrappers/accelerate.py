@@ -8,7 +8,8 @@ those of another window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -16,12 +17,14 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch import Tensor
 
 from ..adapter import Adapter, Prepared, RunBackward
 from ..law import DistaccumError, warn
-from .private.accelerate import note_step
+from ..private import replaced
+from .private.accelerate import NOWHERE, note_step
 
 
 @final
@@ -68,6 +71,20 @@ class Accelerated(Adapter):
     def communicates(self, loader: Any) -> bool:
         return isinstance(loader, DataLoaderDispatcher)
 
+    @contextmanager
+    def reading(self, loader: Any, is_last: Callable[[], bool]) -> Iterator[None]:
+        """Shows Accelerate the loader as it was when the micro-batch at work was drawn, for `gather_for_metrics`."""
+        if not isinstance(loader, DataLoaderAdapter):
+            yield
+            return
+        state, shown = GradientState(), _AtWork(loader, is_last)
+        with replaced(loader, gradient_state=NOWHERE):
+            state.dataloader_references = [*state.dataloader_references, shown]
+            try:
+                yield
+            finally:
+                state.dataloader_references = [one for one in state.dataloader_references if one is not shown]
+
     def tells_state(self, loader: Any) -> bool:
         return not isinstance(loader, DataLoaderAdapter) or bool(loader.use_stateful_dataloader)
 
@@ -77,6 +94,23 @@ class Accelerated(Adapter):
             loss = torch.stack([one * weight for one, weight in zip(losses, seeds, strict=True)]).sum()
             seed = torch.ones_like(loss)
         self._accelerator.backward(loss, gradient=seed)
+
+
+@final
+class _AtWork:
+    """The loader, not at its end before its last micro-batch is at work."""
+
+    def __init__(self, loader: Any, is_last: Callable[[], bool]) -> None:
+        self._loader, self._is_last = loader, is_last
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self._loader.end_of_dataloader and self._is_last()
+
+    @property
+    def remainder(self) -> int:
+        remainder: int = self._loader.remainder
+        return remainder
 
 
 def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:

@@ -150,7 +150,7 @@ def test_scaler_of_accelerate_scales_once_and_skips_an_overflow(given):
 
 
 @on_ranks(2)
-def test_evaluation_and_break_leave_the_state_of_accelerate_as_found():
+def test_evaluation_and_break_leave_the_state_of_accelerate_as_found_and_metrics_have_each_sample_once():
     steps = 3
     with accelerators() as make:
         accelerator = make()
@@ -163,8 +163,10 @@ def test_evaluation_and_break_leave_the_state_of_accelerate_as_found():
         found = state_of(accelerator)
         counts = []
         for leave_at in (1, 0, 99):
+            trained, evaluated = [], []
             for i, window in enumerate(accumulator.windows(loader)):
                 for (inputs,) in window:
+                    trained.append(len(accelerator.gather_for_metrics(inputs)))
                     window.backward(net(inputs).square().mean())
                     if i == leave_at:
                         break
@@ -173,10 +175,11 @@ def test_evaluation_and_break_leave_the_state_of_accelerate_as_found():
                 counts.append(window.step().counts["samples"])
                 for (inputs,) in evaluation:
                     with torch.no_grad():
-                        accelerator.gather_for_metrics(net(inputs))
+                        evaluated.append(len(accelerator.gather_for_metrics(net(inputs))))
             assert state_of(accelerator) == found
     # 14 samples in batches of 2 on 2 ranks; Accelerate repeats the first samples, so each rank has 4 batches.
     assert counts == [12, 12, 4]
+    assert (trained, evaluated) == ([4, 4, 4, 2], [8, 6] * 2)
 
 
 @on_ranks(2)
