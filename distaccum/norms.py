@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .private import multiply_all
+
 EPSILON = 1e-6  # added to the norm in clipping, as in torch
 HALF = (torch.float16, torch.bfloat16)
 # Reads the number in a tensor on the host, without a dispatched operation and without a wait.
@@ -43,6 +45,18 @@ def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scales gradients of norm `norm` to at most `max_norm`."""
     holders: Any = [SimpleNamespace(grad=local(one)) for one in gradients]  # DTensors' local parts, in one kernel
     torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
+
+
+def multiply(gradients: Iterable[Any], factor: float) -> None:
+    """Multiplies gradients in place, those of one kind in one kernel."""
+    by_kind: dict[Any, list[Tensor]] = {}
+    for gradient in map(local, gradients):
+        if gradient.layout is torch.strided:
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        else:
+            gradient.mul_(factor)
+    for alike in by_kind.values():
+        multiply_all(alike, factor)
 
 
 def widest(number: Tensor) -> Tensor:

@@ -125,9 +125,10 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 vars(owner).pop(name, None)
 
 
-require("torch", torch, "_foreach_norm", "_foreach_zero_")
+require("torch", torch, "_foreach_norm", "_foreach_zero_", "_foreach_mul_")
 norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm  # of tensors of one device and dtype, in one kernel
 zero_all: Callable[[list[Tensor]], Any] = torch._foreach_zero_  # in one kernel, as `Optimizer.zero_grad` does
+multiply_all: Callable[[list[Tensor], float], Any] = torch._foreach_mul_
 
 # `torch.autograd.backward` on tuples, without its checks of shapes, which take an eighth of a tiny micro-step: roots
 # are scalars here, or outputs with their own gradients. If the name is missing, the public call does the same.

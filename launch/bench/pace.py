@@ -131,6 +131,7 @@ class Summed(nn.Module):
 def by_trainer(job: Job, *, is_moved: bool = False) -> Iterator[float]:
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+    from distaccum import count_samples
     from distaccum.transformers import AccumulatingTrainer
 
     ends: list[float] = []
@@ -152,7 +153,8 @@ def by_trainer(job: Job, *, is_moved: bool = False) -> Iterator[float]:
     }
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, num_train_epochs=1, gradient_accumulation_steps=job.steps, **quiet)
-        trainer = Own(Summed(job), arguments, optimizers=(job.optimizer, None), callbacks=[Looks()])
+        count = {"count": count_samples} if is_moved else {}
+        trainer = Own(Summed(job), arguments, optimizers=(job.optimizer, None), callbacks=[Looks()], **count)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     yield from ends

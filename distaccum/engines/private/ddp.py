@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...law import DistaccumError
@@ -95,3 +96,13 @@ def disarm(wrapper: DistributedDataParallel) -> None:
     """
     wrapper.reducer._reset_state()
     wrapper._has_rebuilt_buckets = False
+
+
+def before_sink(loss: Tensor) -> tuple[Any, int]:
+    """The node in the graph that a loss comes from, and which of its outputs it is.
+
+    DDP with `find_unused_parameters` passes a model's outputs through a node of its own.
+    """
+    node: Any = loss.grad_fn
+    passes = type(node).__name__ == "_DDPSinkBackward"
+    return node.next_functions[loss.output_nr] if passes else (node, loss.output_nr)

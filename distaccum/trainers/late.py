@@ -1,0 +1,134 @@
+"""Late weights: make a framework's own loop exact without looking ahead in it.
+
+A window knows its counts before its first backward; a framework's loop does not. So each loss is weighed when it is
+there, by the count of its own micro-batch, and the gradients are divided once, when the window ends:
+
+    for each micro-batch:  (loss * count / unit).backward()
+    once per window:       gradient *= unit * ranks / count_of_all_micro_batches_on_all_ranks
+
+The unit is a count that keeps the weights near 1, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..cutting import Count
+from ..law import DistaccumError, Reduction, as_int_if_whole, share_of
+from ..norms import HALF, multiply, unique, widest
+from ..options import by_name
+from ..ranks import Peers
+from ..update import Update
+
+
+@final
+class LateWindow:
+    """Weighs the losses of one window after the other, and makes the gradients of each those of one big batch."""
+
+    def __init__(self, reduction: Reduction, count: Count) -> None:
+        reductions, _ = by_name(reduction, count)
+        if len(reductions) > 1:
+            raise ValueError(f"losses {list(reductions)}, expected one; several need a loop with an Accumulator")
+        ((self._name, self._reduction),) = reductions.items()
+        self.peers = Peers(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        self._unit = 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the losses so far; call it where their gradients are cleared."""
+        self._count, self._num_counted, self._begun = 0.0, 0, time.perf_counter()
+        self._loss: Any = 0.0  # weighed, on the loss's device
+        self._sum: tuple[Tensor, Any] | None = None  # of counts and losses over the ranks, in flight
+        self.begin_micro_batch()
+
+    def begin_micro_batch(self) -> None:
+        self.weighed: float | None = None  # the count of the micro-batch at work, once a loss of it is weighed
+
+    def weigh(self, loss: Tensor, count: Any, value: Tensor | None = None, *, is_last: bool = False) -> Tensor:
+        """The loss that shall run backward in place of `loss`; without a count, one whose gradients are zeros.
+
+        `value` is the loss for the record, if `loss` has other factors. `is_last` lets the ranks sum their counts while
+        this backward runs. A micro-batch may have several backwards, which add up: it counts once.
+        """
+        read: Any = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+        if not isinstance(read, Real) or not 0 <= float(read) < math.inf:
+            raise ValueError(f"count gave {count!r} for a micro-batch, expected a finite number of at least 0")
+        number = float(read)
+        if not self._unit:
+            self._unit = max(row[0] for row in self.peers.gather([number]))
+        weight = share_of(self._reduction, number, self._unit or 1.0, 1.0)
+        if self.weighed is None:
+            value = widest((loss if value is None else value).detach())
+            self._loss = self._loss + (value * weight if number else torch.zeros_like(value))
+            self._count, self._num_counted, self.weighed = (
+                self._count + number,
+                self._num_counted + (number > 0),
+                number,
+            )
+            if is_last:
+                self._post()
+        elif self.weighed != number:
+            raise DistaccumError(
+                f"a training step ran backward from losses with counts of {self.weighed:g} and {number:g}, expected "
+                "one count for the micro-batch that it was given; give each part a step of its own"
+            )
+        return (loss.float() if loss.dtype in HALF else loss) * weight if number else _silenced(loss)
+
+    def _post(self) -> None:
+        loss = torch.as_tensor(self._loss)
+        values = torch.stack([torch.full_like(loss, self._count), loss])
+        self._sum = values, self.peers.sum(values)
+
+    def divide(self, parameters: Iterable[nn.Parameter]) -> float | None:
+        """Makes the gradients of all parameters those of the window; returns its loss, over all ranks.
+
+        If nothing counts it returns None and removes the gradients, so that no optimizer moves a weight.
+        """
+        if self._sum is None:
+            self._post()
+        assert self._sum is not None
+        values, sending = self._sum
+        if sending is not None:
+            sending.wait()
+        total, loss = values.tolist()
+        factor, own = 0.0, unique(parameters)
+        if total:
+            factor = share_of("sum" if self._reduction == "sum" else "mean", self._unit, total, self.peers.num_ranks)
+            multiply([parameter.grad for parameter in own if parameter.grad is not None], factor)
+        else:
+            for parameter in own:
+                parameter.grad = None
+        self._ended = total, loss * factor / self.peers.num_ranks, self._num_counted, self._begun
+        self.clear()
+        return self._ended[1] if total else None
+
+    def record(self, index: int, norm: Any, *, stepped: bool) -> Update:
+        """The record of the window that `divide` ended; call it after the step, for the time that it took."""
+        total, loss, num_counted, begun = self._ended
+        reason = None if stepped else "the scaled gradients overflowed"
+        if not total:
+            stepped, reason, norm = False, f"no {self._name} in any micro-batch of any rank", None
+        seconds = time.perf_counter() - begun
+        update = Update(index, {self._name: as_int_if_whole(total)}, num_counted, stepped, reason, seconds)
+        vars(update).update(losses={self._name: loss}, grad_norm=None if norm is None else float(norm))  # known already
+        return update
+
+
+def _silenced(loss: Tensor) -> Tensor:
+    """A loss whose backward gives zeros to all of its leaves from now on: 0 times NaN would be NaN."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen and not hasattr(node, "variable"):  # a leaf's outlives the graph
+            seen.add(node)
+            node.register_hook(lambda passed_on, _: tuple(g if g is None else torch.zeros_like(g) for g in passed_on))
+            waiting += [following for following, _ in node.next_functions]
+    return loss

@@ -1,0 +1,82 @@
+"""Late weights in a loop of one's own, with gradients of several kinds, on real ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from distaccum import count_tokens
+from distaccum.trainers.late import LateWindow
+from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient
+
+COUNT = count_tokens("labels")
+KEPT = [[3, 0, 5], [2, 4, 0]]  # labels of each micro-batch of each rank; rank 1's last, which reduces, has none
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 6)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(ids)))
+
+
+def micro_batch(kept: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 6, (7,), generator=generator)
+    labels[kept:] = -100
+    return {"ids": torch.randint(0, 9, (7,), generator=generator), "labels": labels}
+
+
+def summed(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model(batch["ids"]), batch["labels"], reduction="sum")
+
+
+def mean(model: Any, batch: Any) -> Tensor:
+    """Has a gradient of NaN where nothing counts: 0 / 0."""
+    return summed(model, batch) / COUNT(batch)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_late_weights_give_the_gradient_of_the_big_batch_where_something_counts_and_none_elsewhere(world):
+    rank = dist.get_rank() if world > 1 else 0
+    for wrap in (DistributedDataParallel, fully_shard) if world > 1 else (lambda net: net,):
+        for reduction, loss_of in {"mean": mean, "sum": summed, "sum_to_mean": summed}.items():
+            net = Net()
+            net.embedding.sparse = wrap is not fully_shard
+            model, late = wrap(net), LateWindow(reduction, COUNT)
+            everything = [micro_batch(n, 10 * r + i) for r in range(world) for i, n in enumerate(KEPT[r])]
+            whole = {key: torch.cat([batch[key] for batch in everything]) for key in everything[0]}
+            exact = Net()
+            expected = (summed if reduction == "sum" else mean)(exact, whole)
+            expected.backward()
+            for kept in (KEPT[rank], [0, 0, 0]):
+                for i, number in enumerate(kept):
+                    batch = micro_batch(number, 10 * rank + i)
+                    late.begin_micro_batch()
+                    is_last = i == len(kept) - 1
+                    late.weigh(loss_of(model, batch), COUNT(batch), is_last=is_last and rank == 0).backward()
+                loss, counts = late.divide(model.parameters()), any(kept)
+                update = late.record(3, None, stepped=True)
+                assert update.counts == {"tokens": int(COUNT(whole)) if counts else 0}
+                if counts:
+                    dense = gradient(net) if not net.embedding.weight.grad.is_sparse else _dense_gradient(net)
+                    assert error(dense, _dense_gradient(exact)) <= 1e-12, (wrap, reduction)
+                    assert update.loss == pytest.approx(float(expected.detach()), rel=1e-12)
+                    model.zero_grad()
+            assert loss is None and all(parameter.grad is None for parameter in net.parameters())
+            assert (update.stepped, update.reason) == (False, "no tokens in any micro-batch of any rank")
+
+
+def _dense_gradient(net: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.to_dense().flatten() for parameter in net.parameters()])
