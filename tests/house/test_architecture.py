@@ -25,7 +25,7 @@ FLOORS = (
     "runs",
     "accumulator",
     "auditing tools trainers",
-    "transformers __main__",
+    "transformers lightning __main__",
 )
 LARGEST = {"class": 300, "function": 60, "file": 500, "signature": 8}
 LARGER = {"Window": 400}  # an update is read there from top to bottom, with what a hover shows of it

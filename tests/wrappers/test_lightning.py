@@ -1,4 +1,4 @@
-"""Lightning: an Accumulator in a LightningModule with manual optimisation, under the Trainer, on real ranks."""
+"""Lightning: its own loop with a callback, and an Accumulator in manual optimisation, on real ranks."""
 
 import logging
 import math
@@ -12,11 +12,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-from distaccum import Accumulator
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum.lightning import ExactAccumulation
 from tests.support.oracle import by_big_batches
-from tests.support.problems import join, make_batch, make_net_without_router, sample_loss
+from tests.support.problems import IGNORED, join, make_batch, make_net_without_router, sample_loss, token_loss
 from tests.support.ranks import launched, on_ranks
-from tests.support.windows import error, weights
+from tests.support.windows import error, gradient, weights
 
 SIZES = [[7, 5, 6, 2, 8], [3, 4, 1, 5, 2]]  # of the batches of each rank
 MAX_NORM = 0.2  # clips some
@@ -73,8 +74,10 @@ def fit(module: Any, batches: list[Any], *, path: str | None = None, **options: 
     plugins = [*options.pop("plugins", ()), LightningEnvironment()]
     with launched():
         options = {**dict.fromkeys(quiet, False), "max_epochs": 1, "plugins": plugins, **options}
-        trainer = pl.Trainer(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", **options)
-        trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)
+        options = {"strategy": "ddp" if world > 1 else "auto", **options}
+        trainer = pl.Trainer(accelerator="cpu", devices=world, **options)
+        loader = DataLoader(batches, batch_size=None) if isinstance(batches, list) else batches
+        trainer.fit(module, loader, ckpt_path=path)
     return trainer
 
 
@@ -118,3 +121,184 @@ def test_scaler_of_the_trainer_scales_once_and_global_step_counts_updates():
     assert 5 <= skipped < len(batches) and stepped == [False] * skipped + [True] * (len(batches) - skipped)
     assert math.log2(scaler.get_scale()) == 40 - skipped
     assert trainer.global_step == len(batches) - skipped
+
+
+# Lightning's own loop
+
+
+class Automatic(pl.LightningModule):
+    """A module as anybody's, whose training_step takes the labels out of its batch."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, loss: Any = sample_loss) -> None:
+        super().__init__()
+        self.net, self.loss = make_net_without_router().to(dtype), loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.5, momentum=0.5)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        batch = batch if self.loss is sample_loss else {**batch, "labels": batch.pop("labels")}
+        loss = self.loss(self.net, batch)
+        self.log("loss", loss)
+        return {"loss": loss, "size": len(batch["x"])}
+
+
+class Looks(pl.Callback):
+    """Comes before the callback under test, and keeps what Lightning shows."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Any] = []
+        self.outputs: list[float] = []
+        self.updates: list[Any] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.gradients.append(gradient(module).clone())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.outputs.append(float(outputs["loss"]) if outputs else math.nan)
+        (exact,) = (callback for callback in trainer.callbacks if isinstance(callback, ExactAccumulation))
+        if exact.update is not None and exact.update not in self.updates:
+            self.updates.append(exact.update)
+
+
+def windows_of(steps: list[int], parts: list[list[Any]]) -> list[Any]:
+    """The big batch of each update, of one epoch for each number of steps."""
+    starts = [(start, num) for num in steps for start in range(0, len(parts[0]), num)]
+    return [join([batch for part in parts for batch in part[start : start + num]]) for start, num in starts]
+
+
+def expected(batches: list[Any], loss: Any = sample_loss) -> Any:
+    """The net after an update by each of the big batches, and their losses and norms."""
+    net = make_net_without_router()
+    sgd = SGD(net.parameters(), lr=0.5, momentum=0.5)
+    updates = list(by_big_batches(net, batches, loss, sgd, StepLR(sgd, 1, 0.9), MAX_NORM))
+    return net, [loss for _, loss, *_ in updates], [norm for *_, norm, _ in updates]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_callback_makes_lightnings_updates_those_of_the_big_batch(world):
+    from pytorch_lightning.callbacks import GradientAccumulationScheduler
+
+    for loss, count in {sample_loss: count_samples, token_loss: count_tokens("labels")}.items():
+        module, looks, exact = Automatic(loss=loss), Looks(), ExactAccumulation(count)
+        callbacks = [looks, GradientAccumulationScheduler({0: 2, 1: 3}), exact]
+        options = {"max_epochs": 2, "gradient_clip_val": MAX_NORM, "callbacks": callbacks}
+        own = [dict(batch) for batch in batches_of(dist.get_rank() if world > 1 else 0)]
+        trainer = fit(module, DataLoader(own, batch_size=None, collate_fn=dict), **options)
+        whole = windows_of([2, 3], [batches_of(rank) for rank in range(world)])
+        net, losses, norms = expected(whole, loss)
+        assert error(weights(module), weights(net)) <= 1e-12
+        updates = looks.updates
+        assert [update.loss for update in updates] == pytest.approx(losses, rel=1e-12)
+        assert [update.grad_norm for update in updates] == pytest.approx(norms, rel=1e-10)
+        assert [float(seen.norm()) for seen in looks.gradients] == pytest.approx(norms, rel=1e-10)  # divided already
+        assert [list(update.counts.values()) for update in updates] == [[float(count(batch))] for batch in whole]
+        assert [update.index for update in updates] == list(range(5)) and trainer.global_step == 5
+        first = loss(make_net_without_router(), batches_of(dist.get_rank() if world > 1 else 0)[0])
+        assert looks.outputs[0] == pytest.approx(float(first.detach()) / 2)  # as without the callback
+        assert not {"training_step", "backward"} & vars(module).keys()
+
+
+def test_callback_with_a_scaler_leaves_out_what_counts_nothing_and_records_overflows():
+    from pytorch_lightning.plugins.precision import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    batches = [make_batch(3, seed=i, dtype=torch.float32) for i in range(30)]
+    for i in (0, 4, 5):  # one of a window, and all of a window
+        batches[i]["labels"].fill_(IGNORED)
+    module, looks = Automatic(torch.float32, token_loss), Looks()
+    exact = ExactAccumulation(count_tokens("labels"))
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    loader = DataLoader(batches, batch_size=None, collate_fn=dict)
+    fit(module, loader, plugins=plugins, accumulate_grad_batches=2, callbacks=[looks, exact])
+    stepped = [update.stepped for update in looks.updates]
+    reasons = {update.reason for update in looks.updates if not update.stepped}
+    assert reasons == {"no tokens in any micro-batch of any rank", "the scaled gradients overflowed"}
+    assert stepped[-5:] == [True] * 5 and all(math.isfinite(update.loss) for update in looks.updates)
+    assert [update.micro_batches for update in looks.updates[:4]] == [1, 2, 0, 2]
+    assert all(torch.isfinite(seen).all() for seen in looks.gradients[-5:]) and torch.isfinite(weights(module)).all()
+
+
+THEIRS = pytest.mark.filterwarnings("ignore")  # warnings of libraries with this torch
+
+
+@THEIRS
+def test_callback_resumes_in_mid_epoch_and_a_step_may_return_none(tmp_path):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Skips(Automatic):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return None if index == 1 else super().training_step(batch, index)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index == 3 and not (tmp_path / "middle.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    batches, modules, indices = batches_of(0), [Skips(), Skips()], []
+    for module, path in zip(modules, (None, str(tmp_path / "middle.ckpt")), strict=True):
+        loader, exact = StatefulDataLoader(batches, batch_size=None), ExactAccumulation(count_samples)
+        options = {"accumulate_grad_batches": 2, "gradient_clip_val": MAX_NORM, "callbacks": [exact, Saves()]}
+        fit(module, loader, path=path, **options)
+        indices.append(exact.update.index)
+    net, _, _ = expected([batches[0], join(batches[2:4]), batches[4]])
+    assert indices == [2, 2]
+    assert [error(weights(module), weights(net)) <= 1e-12 for module in modules] == [True, True]
+
+
+class Manual(Automatic):
+    automatic_optimization = False
+
+
+def test_callback_refuses_manual_optimisation_and_strategies_that_accumulate():
+    from pytorch_lightning.strategies import SingleDeviceStrategy
+
+    class Hides(SingleDeviceStrategy):
+        handles_gradient_accumulation = True
+
+    exact = ExactAccumulation(count=count_samples, reduction="sum_to_mean")
+    with pytest.raises(ValueError, match="ExactAccumulation with automatic_optimization=False"):
+        fit(Manual(), batches_of(0), callbacks=[exact])
+    with pytest.raises(ValueError, match=r"ExactAccumulation with .*Hides.*give the module an Accumulator"):
+        fit(Automatic(), batches_of(0), callbacks=[exact], strategy=Hides("cpu"))
+    with pytest.raises(TypeError, match="count"):
+        ExactAccumulation()
+
+
+@on_ranks(2)
+def test_callback_refuses_ranks_with_unequal_loaders_on_all_of_them():
+    with pytest.raises(DistaccumError, match="ranks have 3, 4 micro-batches in this epoch"):
+        fit(Automatic(), batches_of(0)[: 3 + dist.get_rank()], callbacks=[ExactAccumulation(count_samples)])
+
+
+@THEIRS
+def test_callback_works_with_lightning_by_its_other_name():
+    other = pytest.importorskip("lightning.pytorch")
+
+    class Module(other.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net_without_router()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return sample_loss(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), lr=0.5)
+
+    module, exact = Module(), ExactAccumulation(count_samples)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {**dict.fromkeys(quiet, False), "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    trainer = other.Trainer(accumulate_grad_batches=5, callbacks=[exact], **options)
+    trainer.fit(module, DataLoader(batches_of(0), batch_size=None))
+    net = make_net_without_router()
+    (loss,) = [loss for _, loss, *_ in by_big_batches(net, [join(batches_of(0))], sample_loss, *_plain(net))]
+    assert error(weights(module), weights(net)) <= 1e-12 and exact.update.loss == pytest.approx(loss)
+
+
+def _plain(net: Any) -> Any:
+    sgd = SGD(net.parameters(), lr=0.5)
+    return sgd, StepLR(sgd, 1), math.inf

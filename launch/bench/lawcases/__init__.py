@@ -5,7 +5,7 @@ from .byhand import HAND, JOIN
 from .deepspeed import library as deepspeed
 from .distaccum import DISTACCUM
 from .fabric import FABRIC
-from .lightning import LIGHTNING
+from .lightning import EXACT, LIGHTNING
 from .task import Library
 from .transformers import TRANSFORMERS
 
@@ -16,6 +16,7 @@ LIBRARIES: dict[str, Library] = {
     "accelerate_recipe": RECIPE,
     "fabric": FABRIC,
     "lightning": LIGHTNING,
+    "lightning_exact": EXACT,
     "transformers": TRANSFORMERS,
     "deepspeed0": deepspeed(0),
     "deepspeed2": deepspeed(2),

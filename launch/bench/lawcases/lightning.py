@@ -1,4 +1,4 @@
-"""Lightning's Trainer: `accumulate_grad_batches`."""
+"""Lightning's Trainer: `accumulate_grad_batches`, alone and with distaccum's callback."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .cases import SCALE
 from .task import WEIGHTS, Library, Outcome, Seen, Task
 
 LIGHTNING = Library("Lightning Trainer", ("pytorch_lightning",), lacks=WEIGHTS)
+EXACT = Library("Lightning Trainer, ExactAccumulation", ("pytorch_lightning",))
 
 
 def trainer_of(task: Task, **options: Any) -> Any:
@@ -54,8 +55,28 @@ def accumulate(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
+def exact_of(task: Task) -> Any:
+    from distaccum import count_samples, count_tokens
+    from distaccum.lightning import ExactAccumulation
+
+    return ExactAccumulation(count_tokens("labels") if task.case.key in WEIGHTS else count_samples)
+
+
+@EXACT.cell("tail", "short", "tokens", "tokens2", "zero")
+def accumulate_exactly(task: Task) -> Outcome:
+    module, seen = module_of(task)
+    steps = max(task.case.lengths[0])
+    trainer_of(task, accumulate_grad_batches=steps, callbacks=[exact_of(task)]).fit(module, task.my_loader())
+    return Outcome(seen.weights)
+
+
+@EXACT.cell("ramp")
+def ramp_exactly(task: Task) -> Outcome:
+    return ramp(task, exact_of(task))
+
+
 @LIGHTNING.cell("ramp")
-def ramp(task: Task) -> Outcome:
+def ramp(task: Task, *callbacks: Any) -> Outcome:
     from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
     module, seen = module_of(task)
@@ -63,7 +84,7 @@ def ramp(task: Task) -> Outcome:
         task,
         max_epochs=2,
         reload_dataloaders_every_n_epochs=1,
-        callbacks=[GradientAccumulationScheduler({0: 2, 1: 4})],
+        callbacks=[GradientAccumulationScheduler({0: 2, 1: 4}), *callbacks],
     )
     parts = [task.mine[:6], task.mine[6:]]
     module.train_dataloader = lambda: torch.utils.data.DataLoader(parts[trainer.current_epoch], batch_size=None)
@@ -103,3 +124,4 @@ def scaled(task: Task) -> Outcome:
 
 
 LIGHTNING.absent |= {"clip"}
+EXACT.absent |= {"aux", "clip", "empty", "scaler", "uneven"}
