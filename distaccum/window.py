@@ -428,11 +428,17 @@ class Window(Generic[Batch]):
     def _end(self, update: Update | None) -> None:
         """Tells every extension, even if one raises; calling it twice does no harm."""
         is_heard, self._is_heard = self._is_heard, False
-        errors: list[Exception] = []
-        for hear in self._hooks["end"] if is_heard else ():
-            try:
-                hear(self, update)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        if is_heard:
+            _tell_all(self._hooks["end"], self, update)
+
+
+def _tell_all(hears: Sequence[Callable[..., Any]], *given: Any) -> None:
+    """Calls each of these with what is given, even if one raises; then raises the first error."""
+    errors: list[Exception] = []
+    for hear in hears:
+        try:
+            hear(*given)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

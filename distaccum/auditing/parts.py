@@ -169,11 +169,11 @@ def criterions_of(parts: AllParts, by_call: bool) -> list[Criterion]:
             line, name, inner = part.site
             groups[name, part.term["reduction"], part.call if by_call else 0][line, inner].append(part)
         for by_line in groups.values():
-            criterions += [Criterion(place, merged) for merged in _merged(place, [*by_line.values()])]
+            criterions += [Criterion(place, merged) for merged in _in_common(place, [*by_line.values()])]
     return criterions
 
 
-def _merged(place: int, lines: list[list[Part]]) -> list[list[Part]]:
+def _in_common(place: int, lines: list[list[Part]]) -> list[list[Part]]:
     apart = [Criterion(place, line) for line in lines]
     ranks = 1 + max(part.rank for line in lines for part in line)
     every = {index for line in apart for index in line.updates}
