@@ -252,6 +252,7 @@ class Tree:
         self.firsts: Any = own_group(group, ranks[:: self.size], use=use) if place == first else None
         self.owed: Owed | None = None
         self.pending: list[Sent] = []
+        _PENDING.append(self.pending)
         self._carrier: Carrier | None = None
 
     def post(self, row: Any, num_largest: int | None = None) -> Sent:
@@ -320,7 +321,7 @@ class Carrier(Thread):
         super().__init__(daemon=True)
         self._carry, self._before = carry, before
         self._error: Exception | None = None
-        _CARRIERS.add(self)
+        _CARRIERS[:] = [*filter(Thread.is_alive, _CARRIERS), self]
         self.start()
 
     def run(self) -> None:
@@ -331,8 +332,8 @@ class Carrier(Thread):
         except Exception as error:
             self._error = error
         finally:
-            self._before = None
-            _CARRIERS.discard(self)
+            # Its groups may end with it, which takes the interpreter: here, before the thread counts as over.
+            del self._carry, self._before
 
     def result(self, patience: timedelta) -> Tensor:
         self.join(patience.total_seconds() or None)
@@ -344,18 +345,18 @@ class Carrier(Thread):
 @atexit.register
 def _end() -> None:
     """Completes what this rank did not wait for: other ranks may, and need this rank's numbers."""
-    trees = [tree for known in list(_TREES.values()) for tree in known.values()]
-    for sent in [*_LAST.values(), *(sent for tree in trees for sent in tree.pending)]:
+    for sent in [*_LAST.values(), *(sent for pending in _PENDING for sent in pending)]:
         with suppress(RuntimeError):  # a rank is gone
             sent.wait(PATIENCE)
-    for carrier in list(_CARRIERS):  # one that outlived the interpreter would abort the process
+    for carrier in _CARRIERS:  # one that outlived the interpreter would abort the process
         carrier.join(PATIENCE.total_seconds())
 
 
 # The last message of each group. Dropping the last reference to one frees its tensors, which needs the interpreter:
 # if a gloo thread did that after the interpreter ended, the process would hang or abort. This reference prevents it.
 _LAST: weakref.WeakKeyDictionary[dist.ProcessGroup, Sent] = weakref.WeakKeyDictionary()  # sums on devices
-_CARRIERS: set[Carrier] = set()  # at work, also of groups that were destroyed since
+_PENDING: list[list[Sent]] = []  # of each tree: also if its group was destroyed since, others wait for this rank
+_CARRIERS: list[Carrier] = []  # at work, also for groups that were destroyed since
 # By process group, so that Accumulators share them: each group holds sockets and threads.
 _TREES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Tree]] = weakref.WeakKeyDictionary()
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from distaccum import audit
-from tests.extensions.test_receipt import PLANTS, Plant, wrapped
+from tests.audit.test_receipt import PLANTS, Plant, wrapped
 from tests.support.ranks import Ranks
 
 BY_HAND = {"ddp": 2, "fsdp2": 2, "columns": 2, "hybrid": 4}
