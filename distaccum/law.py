@@ -58,6 +58,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
+def a(noun: str) -> str:
+    """A noun with its article, as "an int" or "a list"."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
 def warn(message: str) -> None:
     """Warns at the line of the caller's code that led here, however deep in this package the warning comes from."""
     frame, level = inspect.currentframe(), 1  # deleted below: a frame that holds itself lives on, with its callers

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from .cutting import Columns, Count, Names, count_samples, is_array
 from .engines import Sync
-from .law import REDUCTIONS, Reduction, Schedule, whole_number
+from .law import REDUCTIONS, Reduction, Schedule, a, whole_number
 
 if TYPE_CHECKING:  # from outside the core
     from .feeding.by_cost import ByCost
@@ -137,12 +137,12 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
         if not hasattr(one, needs) or isinstance(one, type):
             swapped = "; the model comes first, then the optimizer" if name == "model" and hasattr(one, "step") else ""
             kind = type(one).__name__
-            seen = f"{one!r} is a {kind}" if one is None or isinstance(one, str | int) else kind
-            raise TypeError(f"{name}={seen} without {needs}, expected a {name}{swapped}")
+            seen = f"{one!r} is {a(kind)}" if one is None or isinstance(one, str | int) else kind
+            raise TypeError(f"{name}={seen} without {needs}, expected {a(name)}{swapped}")
     if name != "model" and len({id(one) for one in values}) < len(values):
         raise ValueError(f"{name} holds the same {type(values[0]).__name__} twice, which would step twice per update")
     if not values and (name == "model" or value is not None):
-        raise ValueError(f"{name}={value!r}, expected a {name} or a sequence of them")
+        raise ValueError(f"{name}={value!r}, expected {a(name)} or a sequence of them")
     return values
 
 
@@ -189,8 +189,9 @@ def function(call: str, name: str, value: Any) -> None:
     """Raises if an argument of `call` is no function of the caller."""
     if not callable(value):
         raise TypeError(
-            f"{call}() got a {type(value).__name__} as {name}, expected a function that it calls with each micro-batch "
-            "or its outputs, as accumulator.update(batch, lambda part: criterion(model(part['x']), part['y']))"
+            f"{call}() got {a(type(value).__name__)} as {name}, expected a function that it calls with each "
+            "micro-batch or its outputs, as "
+            "accumulator.update(batch, lambda part: criterion(model(part['x']), part['y']))"
         )
 
 
@@ -205,4 +206,4 @@ def refuse_as_loader(loader: Any) -> None:
         )
     elif not isinstance(loader, Mapping | str) and (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         return
-    raise TypeError(f"windows() got a {type(loader).__name__}, expected a loader: an iterable of micro-batches{cure}")
+    raise TypeError(f"windows() got {a(type(loader).__name__)}, expected a loader: an iterable of micro-batches{cure}")

@@ -376,7 +376,7 @@ def keeping_samples():
         ({"batchnorm": "fix"}, ValueError, "batchnorm='fix'"),
         ({"sync": "gathered"}, ValueError, "sync='gathered', expected one of 'last', 'every'"),
         (lambda o: {"scheduler": ReduceLROnPlateau(o)}, TypeError, "ReduceLROnPlateau needs a metric"),
-        ({"optimizer": SGD}, TypeError, "expected a optimizer"),
+        ({"optimizer": SGD}, TypeError, "expected an optimizer"),
         ({"optimizer": None, "max_norm": 1.0}, ValueError, "no optimizer was given"),
         (lambda o: {"optimizer": LBFGS(o.param_groups[0]["params"])}, TypeError, "LBFGS needs a closure"),
         ({"model": nn.Tanh()}, ValueError, "no parameters"),
