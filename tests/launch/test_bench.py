@@ -113,7 +113,7 @@ def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs,
 def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
     done = run(programs, "gpu.py", "--device", "cpu", "--small", "--out", tmp_path / "gpu")
     assert done.status == 0, done.text + done.errors
-    parts = {"exact": 16, "waits": 10, "memory": 6, "auto": 1, "pace": 1, "fsdp2": 2, "rates": 6}
+    parts = {"exact": 15, "waits": 10, "memory": 6, "auto": 1, "pace": 1, "fsdp2": 2, "rates": 3}
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: len(found[name]["rows"]) for name in parts} == parts
 
