@@ -230,8 +230,9 @@ def test_contrast_equals_the_loss_over_all_pairs():
 
 def test_contrast_draws_the_same_dropout_twice():
     model = there(nn.Sequential(trunk(), nn.Dropout(0.5)))
-    # It compares the two itself, and raises if they differ.
-    accumulating(model, micro_batch_size=3).contrast(there(make_batch(7, seed=1)), partial(encoded, model), alike)
+    # It compares the two itself, and raises before it steps if they differ.
+    accumulator, batch = accumulating(model, micro_batch_size=3), there(make_batch(7, seed=1))
+    assert accumulator.contrast(batch, partial(encoded, model), alike).stepped
 
 
 def test_check_compares_on_the_device_and_names_dropout():

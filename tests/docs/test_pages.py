@@ -111,7 +111,7 @@ def test_readme_is_read_in_two_minutes():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 220
     assert all(len(line) <= 120 or line.startswith("|") for line in lines)
-    assert next(num for num, line in enumerate(lines, start=1) if "pip install" in line) <= 48
+    assert next(num for num, line in enumerate(lines, start=1) if "pip install" in line) <= 40
 
 
 def test_first_screen_of_the_readme_names_the_two_commands_that_do_everything():
