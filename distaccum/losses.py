@@ -172,7 +172,10 @@ class Losses:
 
     def sums(self) -> Tensor:
         """Like `totals`, in one tensor on the device, which the ranks add up for the record."""
-        return torch.stack([self._on_device(one) for one in self.totals()])
+        totals = self.totals()
+        if self._device.type == "cpu" and not any(isinstance(total, Tensor) for total in totals):
+            return torch.tensor(totals, dtype=self._wide, device=self._device)
+        return torch.stack([self._on_device(total) for total in totals])
 
     def first_nonfinite(self) -> tuple[int, float] | None:
         """The number of the first micro-batch with a loss (or representation) that is not finite, and its value."""
@@ -214,9 +217,11 @@ class Record:
         pieces = [own, *(one.to(own) for one in numbers.values())]
         if flags is not None:
             pieces.append(sum((flag.to(own).reshape(1) for flag in flags), own.new_zeros(1)))
-        self._values = torch.cat(pieces) if len(pieces) > 1 else own
-        self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
-        self.sums = dict(zip(numbers, others, strict=False))
+        self._losses = self._values = own
+        if len(pieces) > 1:
+            self._values = torch.cat(pieces)
+            self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
+            self.sums = dict(zip(numbers, others, strict=False))
         self._sending = engine.peers.sum(self._values)
 
     def wait(self) -> None:

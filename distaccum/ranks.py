@@ -14,10 +14,12 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar, final
 
@@ -229,8 +231,11 @@ class Sent:
     def wait(self, patience: timedelta = FOREVER) -> Tensor:
         """Waits for the other ranks, and returns what became of the rows."""
         if self._finish is not None:
-            with in_contact():
+            try:
                 self._result = self._finish(patience)
+            except RuntimeError as error:
+                raise_if_lost(error)
+                raise
             self._finish = None
         return self._result
 
@@ -262,18 +267,30 @@ class Tree:
         own = torch.as_tensor(row, dtype=None if isinstance(row, Tensor) else torch.float64, device="cpu")[None]
         if len(self.pending) > 1:  # all ranks have posted the one before the last, or this one would not be here
             self.pending.pop(0).wait()
-        with in_contact():
+        try:
             if self.num <= FLAT:
-                rows = own.new_empty(self.num, *own.shape)
-                work: Any = dist.all_gather(list(rows), own, group=self.firsts, async_op=True)
-                finish: Finish = lambda patience: (work.wait(patience), _merged(rows, num_largest))[1]  # noqa: E731
+                finish = self._swap(own, num_largest)
             elif self.firsts is None:
                 finish = self._ask(self.block, own, num_largest)
             else:
-                self._carrier = Carrier(partial(self._carry, own, num_largest), self._carrier)
-                finish = self._carrier.result
+                if self._carrier is None:
+                    self._carrier = Carrier()
+                    weakref.finalize(self, self._carrier.end)
+                finish = self._carrier.carry(partial(self._carry, own, num_largest))
+        except RuntimeError as error:
+            raise_if_lost(error)
+            raise
         self.pending.append(Sent(finish))
         return self.pending[-1]
+
+    def _swap(self, own: Tensor, num_largest: int | None) -> Finish:
+        """Gives rows to each rank, which does the same; half of what gloo's own gather in a ring costs."""
+        group, here = self.firsts, self.firsts.rank()
+        rows = own.new_empty(self.num, *own.shape)
+        rows[here] = own
+        others = [rank for rank in range(self.num) if rank != here]
+        works = [group.recv([rows[rank]], rank, 0) for rank in others] + [group.send([own], rank, 0) for rank in others]
+        return lambda patience: ([work.wait(patience) for work in works], _merged(rows, num_largest))[1]
 
     def _carry(self, own: Tensor, num_largest: int | None) -> Tensor:
         """Merges the rows of the block, lets the first rank of all merge those of the blocks, and hands on its row."""
@@ -309,37 +326,54 @@ class Tree:
 
 
 def _merged(rows: Tensor, num_largest: int | None) -> Tensor:
-    rows, num = rows.flatten(0, 1), num_largest
-    return rows if num is None else torch.cat([rows[:, :num].amax(0, True), rows[:, num:].sum(0, True)], 1)
+    rows = rows.flatten(0, 1)
+    if num_largest is None:
+        return rows
+    row = rows.sum(0, keepdim=True)
+    if num_largest:
+        row[:, :num_largest] = rows[:, :num_largest].amax(0)
+    return row
 
 
 @final
-class Carrier(Thread):
-    """Carries rows between the levels of a tree, because training may be long in a backward while they arrive."""
+class Carrier:
+    """A thread that carries rows between the levels of a tree: training may be long in a backward as they arrive."""
 
-    def __init__(self, carry: Callable[[], Tensor], before: Carrier | None) -> None:
-        super().__init__(daemon=True)
-        self._carry, self._before = carry, before
-        self._error: Exception | None = None
-        _CARRIERS[:] = [*filter(Thread.is_alive, _CARRIERS), self]
-        self.start()
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = Thread(target=_carry_all, args=(self._todo,), daemon=True)
+        _CARRIERS[:] = [*(carrier for carrier in _CARRIERS if carrier.thread.is_alive()), self]
+        self.thread.start()
 
-    def run(self) -> None:
-        try:
-            if self._before is not None:
-                self._before.join()
-            self._row = self._carry()
-        except Exception as error:
-            self._error = error
-        finally:
-            # Its groups may end with it, which takes the interpreter: here, before the thread counts as over.
-            del self._carry, self._before
+    def carry(self, move: Callable[[], Tensor]) -> Finish:
+        """Moves rows after all earlier ones."""
+        result: futures.Future[Tensor] = futures.Future()
+        self._todo.put(partial(_fulfil, result, move))
 
-    def result(self, patience: timedelta) -> Tensor:
-        self.join(patience.total_seconds() or None)
-        if self._error is not None or self.is_alive():
-            raise self._error or RuntimeError("timed out")
-        return self._row
+        def wait(patience: timedelta) -> Tensor:
+            try:
+                return result.result(patience.total_seconds() or None)
+            except futures.TimeoutError:
+                raise RuntimeError("timed out") from None
+
+        return wait
+
+    def end(self) -> None:
+        """Ends the thread once it has carried all."""
+        self._todo.put(None)
+
+
+def _carry_all(todo: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (move := todo.get()) is not None:
+        move()
+        del move  # which may be the last to hold the tree
+
+
+def _fulfil(result: futures.Future[Tensor], move: Callable[[], Tensor]) -> None:
+    try:
+        result.set_result(move())
+    except Exception as error:
+        result.set_exception(error)
 
 
 @atexit.register
@@ -349,7 +383,8 @@ def _end() -> None:
         with suppress(RuntimeError):  # a rank is gone
             sent.wait(PATIENCE)
     for carrier in _CARRIERS:  # one that outlived the interpreter would abort the process
-        carrier.join(PATIENCE.total_seconds())
+        carrier.end()
+        carrier.thread.join(PATIENCE.total_seconds())
 
 
 # The last message of each group. Dropping the last reference to one frees its tensors, which needs the interpreter:
