@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import doors
+
 if TYPE_CHECKING:
     from .accumulator import Accumulator as Accumulator
     from .auditing.session import audit as audit
@@ -18,21 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Accumulator": "accumulator",
-    "ByCost": "feeding.by_cost",
-    "DistaccumError": "law",
-    "Extension": "extension",
-    "Forecast": "tools.plan.report",
-    "Report": "runs.check.report",
-    "Update": "update",
-    "Window": "window",
-    "audit": "auditing.session",
-    "count_samples": "cutting",
-    "count_tokens": "cutting",
-    "plan": "tools.plan.forecast",
-}
-__all__ = [*_MODULES]
+__all__ = [*doors.PUBLIC]
 _ELSEWHERE = {
     "AccumulatingTrainer": "transformers",
     "ExactAccumulation": "lightning",
@@ -48,9 +36,9 @@ if not TYPE_CHECKING:  # otherwise mypy would take a misspelt name for Any
         from importlib import import_module
         from importlib.util import find_spec
 
-        if name in _MODULES:
-            globals()[name] = found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-            return found
+        if name in doors.PUBLIC:
+            globals()[name] = value = doors.opened(name)
+            return value
         if name in _ELSEWHERE:  # an AttributeError's text would be lost in `from distaccum import name`
             raise ImportError(
                 f"{name} is in {__name__}.{_ELSEWHERE[name]}: from {__name__}.{_ELSEWHERE[name]} import {name}"

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .agreement import heard_by_all
 from .cutting import Batch, Count, Names, count_samples
+from .doors import opened
 from .engines import Sync
 from .extension import Extension, join_all
 from .feed import Batches, all_of, cut_up
@@ -36,12 +37,8 @@ from .planner import Planner, Windows
 from .update import Update
 from .window import Window
 
-if TYPE_CHECKING:  # from outside the core; the methods below import these modules when they are called
-    from .feeding.by_cost import ByCost
-    from .meshes.pipeline import PipelineSchedule
-    from .runs.check.report import Report
-    from .runs.contrast import Encode, PairsLoss
-    from .runs.update import LossFn
+if TYPE_CHECKING:
+    from .doors import ByCost, Encode, LossFn, PairsLoss, PipelineSchedule, Report
 
 
 @final
@@ -217,11 +214,10 @@ class Accumulator:
             DistaccumError: That error, quoted on the other ranks; one sample does not fit; or a non-finite gradient.
             ValueError: No size was given to the Accumulator.
         """
-        from .runs.update import update
-
         columns = self._config.columns("update", length, whole)
         function("update", "loss_fn", loss_fn)
-        return update(self._planner, batch, loss_fn, columns)
+        update: Update = opened("update")(self._planner, batch, loss_fn, columns)
+        return update
 
     def contrast(
         self, batch: Batch, encode: Encode[Batch], loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
@@ -243,12 +239,11 @@ class Accumulator:
             DistaccumError: The second `encode` returns other values, ranks get different losses, or as in `update()`.
             ValueError: No size was given to the Accumulator, or `encode` or `loss_fn` returns another shape.
         """
-        from .runs.contrast import contrast
-
         columns = self._config.columns("contrast", length, whole)
         function("contrast", "encode", encode)
         function("contrast", "loss_fn", loss_fn)
-        return contrast(self._planner, batch, encode, loss_fn, columns)
+        update: Update = opened("contrast")(self._planner, batch, encode, loss_fn, columns)
+        return update
 
     def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
         """Reports whether accumulation equals the big batch, by how much their gradients differ, and why.
@@ -266,10 +261,9 @@ class Accumulator:
             DistaccumError: The engine hides gradients (DeepSpeed), the big batch does not fit, or gradients are all 0.
             ValueError: No size was given to the Accumulator.
         """
-        from .runs.check.report import check
-
         function("check", "loss_fn", loss_fn)
-        return check(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
+        report: Report = opened("check")(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, to save: the index, the learned size, the scaler, the loader's position, each
@@ -284,9 +278,8 @@ class Accumulator:
             DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call comes between a
                 window's loop and its `step()`, when you may have stepped already.
         """
-        from .runs.state import state_dict_of
-
-        return state_dict_of(self._planner)
+        state: dict[str, Any] = opened("state_dict_of")(self._planner)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes with the window that was running when `state_dict()` was called, or with the next one.
@@ -301,6 +294,4 @@ class Accumulator:
             TypeError, ValueError: Not such a state, or it has a scaler and the Accumulator has none (or the reverse).
             DistaccumError: A window is open, or this rank's part, with a loader's position, is missing.
         """
-        from .runs.state import load_state
-
-        load_state(state, self._planner)
+        opened("load_state")(state, self._planner)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
-from pkgutil import resolve_name
 from typing import Any
 
+from .doors import is_there, opened
+
 RunBackward = Callable[..., Any]
-# Doors to the adapters, by packages: one is opened if any of its packages has been imported.
-DOORS = {
-    ("accelerate",): "distaccum.wrappers.accelerate:Accelerated",
-    ("lightning_fabric", "lightning"): "distaccum.wrappers.fabric:FromFabric",
-}
+# The adapters by packages: one is opened if any of its packages has been imported.
+ADAPTERS = {("accelerate",): "Accelerated", ("lightning_fabric", "lightning"): "FromFabric"}
 
 
 class Prepared:
@@ -60,16 +57,11 @@ class Adapter:
         return True
 
 
-def is_there(door: str) -> bool:
-    """Returns whether the module behind a door is installed; optional folders can be deleted."""
-    return find_spec(door.rpartition(".")[0]) is not None and find_spec(door.partition(":")[0]) is not None
-
-
 def adapters_for(accelerator: Any) -> list[Adapter]:
     """The adapters of libraries that the caller has imported."""
     return [
-        resolve_name(door)(accelerator)
-        for packages, door in DOORS.items()
-        if (any(map(sys.modules.get, packages)) and is_there(door))
+        opened(name)(accelerator)
+        for packages, name in ADAPTERS.items()
+        if (any(map(sys.modules.get, packages)) and is_there(name))
         or (accelerator is not None and "accelerate" in packages)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from operator import is_ as is_same
 from typing import Any, final
 
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .adapter import Prepared, adapters_for, is_there
+from .adapter import Prepared, adapters_for
 from .batchnorm import batchnorms
 from .cutting import count_samples
+from .doors import is_there, opened
 from .engines import Engine, choose_engine
 from .engines.base import STANDING
 from .law import Once
@@ -95,8 +95,9 @@ class Job(Prepared):
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.extensions: tuple[Any, ...] = ()
         self.hooks: Hooks = {}
-        room = "distaccum.runs.randomness"  # for states: it is told when a window begins
-        self.random: Any = import_module(room).RandomNumbers(self.models, self.once) if is_there(room) else None
+        self.random: Any = None  # for states: it is told when a window begins
+        if is_there("RandomNumbers"):
+            self.random = opened("RandomNumbers")(self.models, self.once)
         self._models_parameters = self.engine.parameters()
         self._every: list[nn.Parameter] = []  # of the models and the optimizers, each once
         self.trained: list[nn.Parameter] = []  # of the optimizers, each once

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
+from .doors import opened
 from .engines import Engine
 from .job import Counts, Job, Micro
 from .law import Reduction, share_of
@@ -107,7 +107,7 @@ class Losses:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
-            loss = import_module("distaccum.meshes.sharing").whole_loss(loss, self._engine.peers.group)
+            loss = opened("whole_loss")(loss, self._engine.peers.group)
         scaler = self._scaler
         if scaler is not None and is_scaled_by(scaler, loss):
             raise ValueError(

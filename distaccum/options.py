@@ -16,8 +16,8 @@ from .cutting import Columns, Count, Names, count_samples, is_array
 from .engines import Sync
 from .law import REDUCTIONS, Reduction, Schedule, a, whole_number
 
-if TYPE_CHECKING:  # from outside the core
-    from .feeding.by_cost import ByCost
+if TYPE_CHECKING:
+    from .doors import ByCost
 
 OTHER_NAMES = {  # of arguments, in other libraries
     **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), "steps"),

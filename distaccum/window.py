@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from . import guard
 from .cutting import Batch, fresh
+from .doors import opened
 from .engines.base import look_at
 from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
@@ -262,7 +262,7 @@ class Window(Generic[Batch]):
             ValueError: `items` is empty.
             DistaccumError: An item got no `backward`, the loop is left early, or this micro-batch had a backward.
         """
-        yield from import_module("distaccum.runs.parts").each_part(self, items)
+        yield from opened("each_part")(self, items)
 
     def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
         """Yields each item with `outputs`, detached from their trunk, whose backward runs once, after the last head::
@@ -278,8 +278,7 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        each_head = import_module("distaccum.runs.parts").each_head
-        yield from each_head(self, self._job, self._start_backward, self._run, outputs, items)
+        yield from opened("each_head")(self, self._job, self._start_backward, self._run, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule; call it on every stage.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from importlib import import_module
-from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
+from ..doors import opened
 from .base import Engine, PlainEngine, Sync
 from .ddp import DDPEngine
 from .fsdp2 import FullyShardEngine
@@ -18,11 +17,8 @@ from .fsdp2 import FullyShardEngine
 __all__ = ["Engine", "Sync", "choose_engine", "known_engines", "register"]
 
 _REGISTERED: list[type[Engine]] = []
-# Doors to the engines outside the core, by the name of the wrapper's class: opened when a model holds one.
-DOORS = {
-    "FullyShardedDataParallel": "distaccum.wrappers.fsdp1:FSDPEngine",
-    "DeepSpeedEngine": "distaccum.wrappers.deepspeed:DeepSpeedEngine",
-}
+# Engines outside the core, by the name of the wrapper's class: opened when a model holds one.
+OUTSIDE = {"FullyShardedDataParallel": "FSDPEngine", "DeepSpeedEngine": "DeepSpeedEngine"}
 # Unsupported wrappers that would otherwise be taken for plain modules, by class and package.
 UNKNOWN = {
     *((name, "torch") for name in ("DDP", "DataParallel")),  # replicate() makes the first
@@ -46,14 +42,14 @@ def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine
     if all(isinstance(one, nn.Module) for one in models):
         engine = _engine_of(models, sync)
     else:
-        pipeline = import_module("distaccum.meshes.pipeline").Pipeline(models)
+        pipeline = opened("Pipeline")(models)
         engine = _engine_of(pipeline.modules, sync, pipeline.group.size())
         pipeline.join(engine)
     if mesh is not None:
-        import_module("distaccum.meshes.ranks").on_mesh(engine).cut_samples(mesh.mesh.flatten().tolist(), engine.name)
+        opened("on_mesh")(engine).cut_samples(mesh.mesh.flatten().tolist(), engine.name)
     cut: list[Any] = [p for p in engine.parameters() if hasattr(p, "to_local")]
     if mesh is not None or any(p.device_mesh.size() < dist.get_world_size() for p in cut):
-        import_module("distaccum.meshes.sharing").refuse_unclaimed_dimensions(engine, mesh)
+        opened("refuse_unclaimed_dimensions")(engine, mesh)
     return engine
 
 
@@ -69,8 +65,8 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
                 f"the model is wrapped by {kind.__module__}.{kind.__name__}, which has no engine here; use torch's "
                 f"DistributedDataParallel(module) or fully_shard. There are engines for {_names_of(known_engines())}"
             )
-    doors = [resolve_name(door) for name, door in DOORS.items() if name in names]
-    found = found or _wrapping(modules, [DDPEngine, FullyShardEngine, *doors])
+    outside = [opened(engine) for wrapper, engine in OUTSIDE.items() if wrapper in names]
+    found = found or _wrapping(modules, [DDPEngine, FullyShardEngine, *outside])
     if len(found) > 1:
         raise ValueError(
             f"the models are wrapped by {_names_of(found)}, expected one kind; give each an Accumulator of its own"
@@ -98,7 +94,7 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     parameters: list[Any] = [p for module in modules for p in module.parameters(recurse=False)]
     meshes = [p.device_mesh for p in parameters if hasattr(p, "to_local")]
     if ranks == num_stages * max((mesh.size() for mesh in meshes), default=1):
-        engine: Engine = import_module("distaccum.meshes.sharing").UnwrappedEngine(models, sync)
+        engine: Engine = opened("UnwrappedEngine")(models, sync)
         return engine
     what, cure = "a plain module", "wrap it in DistributedDataParallel, and give the wrapper and not the module in it"
     if "LightningModule" in names:
@@ -121,7 +117,7 @@ def _wrapping(modules: Sequence[nn.Module], engines: Sequence[type[Engine]]) -> 
 
 
 def known_engines() -> list[type[Engine]]:
-    return [PlainEngine, DDPEngine, FullyShardEngine, *_REGISTERED, *map(resolve_name, DOORS.values())]
+    return [PlainEngine, DDPEngine, FullyShardEngine, *_REGISTERED, *map(opened, OUTSIDE.values())]
 
 
 def _names_of(engines: Iterable[type[Engine]]) -> str:

@@ -17,7 +17,6 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..doors import opened
 from ..law import DistaccumError, Plan, shorten
 from ..norms import leaves, names_of
 from ..private import version_of, zero_all
@@ -82,7 +82,7 @@ class DDPEngine(Engine):
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
         for parameter in sharded:
             is_inside, group = id(parameter) in self._alike, self.wrappers[0].process_group
-            if is_inside or import_module("distaccum.meshes.sharing").lies_over(parameter, group)[0]:
+            if is_inside or opened("lies_over")(parameter, group)[0]:
                 where = "inside" if is_inside else "over data-parallel ranks, outside"
                 raise ValueError(
                     f"{names_of(self.models)[id(parameter)]} is a DTensor {where} of DDP, whose buckets hold plain "

@@ -16,13 +16,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..doors import opened
 from ..law import DistaccumError, Plan, shorten, warn
 from ..norms import HALF, unique
 from ..ranks import own_group
@@ -64,14 +64,14 @@ class FullyShardEngine(Engine):
             over.setdefault(tuple(sorted(one.mesh_info.mesh.mesh.flatten().tolist())), []).append(one)
         ranks = max(over, key=len)
         if len(over) > 1:
-            _meshes().refuse_other_meshes(over, ranks)
+            opened("refuse_other_meshes")(over, ranks)
         mesh = over[ranks][0].mesh_info.mesh
         group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD  # of its shards and replicas
         if mesh.ndim > 1 and len(ranks) < dist.get_world_size():
             group = own_group(group, ranks, backend=None)
         own = [p.sharded_param for p in self._every]
         if any(p.device_mesh.size() > len(ranks) for p in own if hasattr(p, "to_local")):
-            group = _meshes().peers_of(own, group)
+            group = opened("peers_of")(own, group)
         super().__init__(models, sync, group)
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
         self.standing = self._standing
@@ -84,7 +84,7 @@ class FullyShardEngine(Engine):
         parts += [p.sharded_param for few in over if few != ranks for one in over[few] for p in one.fsdp_params]
         self._has_parts = bool(parts)
         if parts:
-            _meshes().leave_out_gathered(self, parts)
+            opened("leave_out_gathered")(self, parts)
         self._reduces = True  # in backward; otherwise after the last one
         self._stands_in = False
         self._unused: list[Any] = []  # those of _every without a gradient in this window, on this rank
@@ -110,7 +110,7 @@ class FullyShardEngine(Engine):
 
     def _cut_over_ranks(self, outside: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         if self._experts is None and any(hasattr(p, "to_local") for p in outside):
-            self._experts = _meshes().Experts(self)
+            self._experts = opened("Experts")(self)
         return [] if self._experts is None else self._experts.find(outside)
 
     def check(self, plan: Plan) -> None:
@@ -286,8 +286,3 @@ def _refuse_state(*_: object) -> None:
         "state_dict() of the model in mid-window with sync='gathered' and uneven ranks: it drops gathered parameters, "
         "and the ranks would wait for each other in different forwards; call it after the window's loop"
     )
-
-
-def _meshes() -> Any:
-    """Opens the door to tensor parallelism and experts, once DTensors show that one is in use."""
-    return import_module("distaccum.meshes.sharing")

@@ -1,6 +1,7 @@
 """The shape of the library, read from its source: what may import what, how large things are, who knows whom."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -11,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
-    "law",
+    "law doors",
     "cutting private norms scaling gradients batchnorm feeding",
     "ranks adapter",
     "engines",
@@ -27,6 +28,13 @@ FLOORS = (
     "auditing tools trainers",
     "transformers lightning __main__",
 )
+NAMES_ALL = "__init__.py", "doors.py"  # names behind which modules of any floor are imported
+OUTSIDE = (
+    "__init__.py",
+    "__main__.py",
+    "transformers.py",
+    "lightning.py",
+)  # of the core, as all folders but engines/ are
 LARGEST = {"class": 300, "function": 60, "file": 500, "signature": 8}
 LARGER = {"Window": 400}  # an update is read there from top to bottom, with what a hover shows of it
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
@@ -77,7 +85,7 @@ def upward_imports(source: Source) -> Counter[str]:
     found: Counter[str] = Counter()
     for path, text in source.items():
         here = floor(room(path))
-        if path == "__init__.py":  # which names everything
+        if path in NAMES_ALL:
             continue
         if here is None:
             found[f"{room(path)} is on no floor"] += 1
@@ -94,7 +102,7 @@ def circles(source: Source) -> Counter[str]:
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source}
     edges: dict[str, set[str]] = {}
     for module, path in modules.items():
-        names = set(imports(path, source[path])) if path != "__init__.py" else set()
+        names = set(imports(path, source[path])) if path not in NAMES_ALL else set()
         edges[module] = {found for name in names for found in (name, name.rpartition(".")[0]) if found in modules}
         edges[module].discard(module)
     found: Counter[str] = Counter()
@@ -108,6 +116,20 @@ def circles(source: Source) -> Counter[str]:
                 waiting += edges[other]
         found[module] += module in seen
     return +found
+
+
+def ways_out(source: Source) -> Counter[str]:
+    """What a file of the core names outside of the core, by a statement or by a string; doors.py alone may."""
+    core = {path for path in source if path not in OUTSIDE and ("/" not in path or room(path) == "engines")}
+    rooms = "|".join({room(path) for path in source.keys() - core} - {"__init__"})
+    by_string = re.compile(rf"distaccum\.[\w.:]*|\.*({rooms})\.[\w.:]+")
+    ways: Counter[str] = Counter()
+    for path in core - {"doors.py"}:
+        strings = (getattr(node, "value", None) for node in ast.walk(ast.parse(source[path])))
+        named = {name for name in strings if isinstance(name, str) and by_string.fullmatch(name)}
+        named |= {name for name in imports(path, source[path]) if name.split(".")[0] in rooms.split("|")}
+        ways.update(f"{path} names {name}" for name in named)
+    return ways
 
 
 # 2. Sizes
@@ -236,6 +258,7 @@ def breaches() -> dict[str, Counter[str]]:
     ours, foreign = private_reaches(library)
     return {
         "upward imports": upward_imports(library),
+        "ways out of the core": ways_out(library),
         "modules in a circle": circles(library),
         "too large": sizes(library),
         "private names of ours": ours,
@@ -259,6 +282,12 @@ def test_rules_can_fail():
         {"law/a.py": "from .b import f\n", "law/b.py": "from ..law import a\n", "law/c.py": "from . import a"}
     ) == {"law.a": 1, "law.b": 1}
     assert circles({"law/a.py": "from .b import f\n", "law/b.py": ""}) == {}
+    core = "from .runs.update import update\nname = 'distaccum.tools.cli:main'\nother = '.runs.parts'\nsaid = 'runs.'\n"
+    assert ways_out({"window.py": core, "runs/update.py": core, "doors.py": core}) == {
+        "window.py names runs.update.update": 1,
+        "window.py names distaccum.tools.cli:main": 1,
+        "window.py names .runs.parts": 1,
+    }
     wide = f"def wide({', '.join('abcdefghi')}):\n    pass\n"
     assert sizes({"a.py": wide}) == {"a.py wide()": 9}
     assert sizes({"a.py": "class Long:\n" + "    a = 1\n" * 300}) == {"a.py Long": 301}

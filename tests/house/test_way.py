@@ -55,7 +55,7 @@ def test_update_enters_few_files(has_more, most):
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = SGD(ddp.parameters(), lr=0.1)
     more = {"max_norm": 1.0, "scheduler": StepLR(optimizer, 10)} if has_more else {}
-    with patch.dict(adapter.DOORS, clear=True):  # other tests have imported Accelerate
+    with patch.dict(adapter.ADAPTERS, clear=True):  # other tests have imported Accelerate
         accumulator = Accumulator(ddp, optimizer, steps=2, **more)
     windows = accumulator.windows([torch.randn(2, 4) for _ in range(20)])
 
