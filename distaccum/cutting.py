@@ -1,4 +1,4 @@
-"""Nested batches: finding the dimension that holds their samples, counting, and cutting."""
+"""Batches: counting their samples and tokens, and cutting them into parts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ Batch = TypeVar("Batch", default=Any)  # the caller's: a micro-batch, or a batch
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 Names = Collection[str | int]  # of entries: keys and fields at any depth, positions in the batch itself
 KeyPath = tuple[Any, ...]  # of an entry: the keys that lead to it
+Entry = tuple[KeyPath, Any, set[int]]  # an array or a list with the numbers of samples that it may hold
 
 
 def count_samples(batch: Any, whole: Names = ()) -> int:
@@ -43,14 +44,14 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
     alike = {one.shape[0] if isinstance(one, Tensor) and one.ndim else None for one in columns}
     if not whole and len(alike) == 1 and (length := alike.pop()) is not None:
         return length
-    entries = [(path, item, _lengths(path, item, columns)) for path, item, columns in each_entry(batch, whole)]
-    entries = [entry for entry in entries if entry[2]]
+    entries = [entry for entry in each_entry(batch, whole) if entry[2]]
     # A row as [1, T] is of one sample if all else can be, and otherwise for all of them.
     for some in (entries, [entry for entry in entries if not _is_row(entry[1])]):
         common = set.intersection(*(lengths for _, _, lengths in some)) if some else set()
         # Dicts in a list are samples, such as 3 boxes each of images with 3 channels, unless the list is all there is.
         if len(common) > 1 and len(some) > 1:
-            common &= {len(item) for path, item, _ in some if path and _has_dicts(item)} or common
+            lists = [item for path, item, _ in some if path and is_list(item)]
+            common &= {len(item) for item in lists if any(isinstance(entry, Mapping) for entry in item)} or common
         if len(common) == 1:
             return common.pop()
     if not entries:
@@ -93,15 +94,13 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
         return parts
     if isinstance(item, list | tuple):
         return type(item)(*entries.values()) if hasattr(item, "_fields") else type(item)(entries.values())
-    if not entries:
-        return item
-    if hasattr(item, "__post_init__") or not all(field.init for field in dataclasses.fields(item)):
+    if entries and (hasattr(item, "__post_init__") or not all(field.init for field in dataclasses.fields(item))):
         raise TypeError(
             f"a {type(item).__name__} derives fields from others (in __post_init__, or with init=False), whose values "
             "for a part of its samples cannot be known; derive them in properties, or cut it yourself: "
             "accumulator.window(micro_batches)"
         )
-    return dataclasses.replace(item, **entries)
+    return dataclasses.replace(item, **entries) if entries else item
 
 
 def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
@@ -142,49 +141,44 @@ def is_list(item: Any) -> TypeGuard[Any]:
     return isinstance(item, list | tuple) and not hasattr(item, "_fields") and not isinstance(item, torch.Size)
 
 
-def each_entry(item: Any, whole: Names = (), path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, set[int]]]:
-    """Yields each array and each list of like entries, with its path; skips entries that are named as whole.
+def each_entry(item: Any, whole: Names = (), length: int | None = None, path: KeyPath = ()) -> Iterator[Entry]:
+    """Yields each array and each list of samples, but none that is named as whole.
 
-    For a list, also yields the lengths of its entries if they may be columns; none if they are samples.
+    The entries of a list may be samples, or columns, which hold a value of each sample; a known `length` tells which.
     """
     if goes_whole(path, whole):
         return
     if is_array(item):
-        yield path, item, set()
-    elif is_list(item) and item and len({_nature(entry) for entry in item} - {None}) <= 1:
-        lengths: list[set[Any]] = [_first_dimensions(entry) for entry in item if entry is not None]
-        are_columns = lengths and all(len(own) <= 1 and None not in own for own in lengths)
-        yield path, item, (set().union(*lengths) or {1}) if are_columns else set()
+        yield path, item, set(item.shape[:1])
+    elif is_list(item) and (lengths := _lengths_of(item, length, is_batch=not path)):
+        yield path, item, lengths
     else:
         for key, child in entries_of(item).items():
-            yield from each_entry(child, whole, (*path, key))
+            yield from each_entry(child, whole, length, (*path, key))
 
 
 def goes_whole(path: KeyPath, whole: Names) -> bool:
     return len(path) > 0 and (len(path) == 1 or isinstance(path[-1], str)) and path[-1] in whole
 
 
-def _lengths(path: KeyPath, item: Any, columns: set[int]) -> set[int]:
-    """The numbers of samples that an entry may hold; none if it has no first dimension."""
-    if is_array(item):
-        return set(item.shape[:1])
-    if _is_batch_of_columns(path, item, columns):
-        return columns
-    return {len(item), *columns} if len(columns) == 1 or not path else {len(item)}
-
-
-def _is_batch_of_columns(path: KeyPath, item: Any, columns: set[int]) -> bool:
-    """Tells whether this is the batch itself, such as (images, labels)."""
-    return not path and len(columns) == 1 and all(map(is_array, item))
-
-
-def _has_dicts(item: Any) -> bool:
-    return is_list(item) and any(isinstance(entry, Mapping) for entry in item)
-
-
-def _is_row(item: Any) -> bool:
-    """Tells whether this is an array of shape [1, T], which may belong to any number of samples."""
-    return is_array(item) and len(item.shape) > 1 and item.shape[0] == 1
+def _lengths_of(items: Sequence[Any], length: int | None, *, is_batch: bool) -> set[Any]:
+    """The numbers of samples that a list may hold; {} if its entries are to be looked at instead."""
+    if not items or len({_nature(item) for item in items} - {None}) > 1:
+        return set()
+    each = [_first_dimensions(item) for item in items if item is not None]
+    may_be_columns = each and all(len(own) <= 1 and None not in own for own in each)
+    columns = (set().union(*each) or {1}) if may_be_columns else set()
+    is_pair = is_batch and len(columns) == 1 and all(map(is_array, items))  # as (images, labels)
+    if length is None:
+        return set() if is_pair else {len(items), *columns} if is_batch or len(columns) == 1 else {len(items)}
+    if len(items) == length > 1 and columns == {length} and not is_pair:
+        raise ValueError(
+            f"the batch of {length} samples has a {type(items).__name__} of {length} entries, each with a first "
+            f"dimension of {length}: samples may be its entries or their rows; stack it into one tensor if they are "
+            "its entries, or give a dict if they are rows"
+        )
+    are_columns = columns == {length} if len(items) == length else len(columns) > 0
+    return set() if are_columns else {len(items)}
 
 
 def _first_dimensions(item: Any) -> set[int | None]:
@@ -195,6 +189,11 @@ def _first_dimensions(item: Any) -> set[int | None]:
         return {len(item)}
     children = [_first_dimensions(child) for child in entries_of(item).values()]
     return set().union(*children) if children or item is None else {None}
+
+
+def _is_row(item: Any) -> bool:
+    """Tells whether this is an array of shape [1, T], which may belong to any number of samples."""
+    return is_array(item) and len(item.shape) > 1 and item.shape[0] == 1
 
 
 def _nature(item: Any) -> Any:
@@ -229,16 +228,16 @@ class TokenCount:
 
     def _kept(self, batch: Any) -> Tensor:
         try:
-            found = None if isinstance(batch, Tensor) else batch[self.labels]  # tensor[i] is a row
+            labels = None if isinstance(batch, Tensor) else batch[self.labels]  # tensor[i] is a row
         except (TypeError, KeyError, IndexError):
-            found = getattr(batch, str(self.labels), None)
-        if not isinstance(found, Tensor):
+            labels = getattr(batch, str(self.labels), None)
+        if not isinstance(labels, Tensor):
             keys = f", of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
             raise TypeError(
-                f"count_tokens({self.labels!r}) found {type(found).__name__} in a {type(batch).__name__}, expected a "
+                f"count_tokens({self.labels!r}) found {type(labels).__name__} in a {type(batch).__name__}, expected a "
                 f"tensor; name the key, attribute or position of the labels{keys}"
             )
-        return (found[..., 1:] if self.shift else found).ne(self.ignore_index)
+        return (labels[..., 1:] if self.shift else labels).ne(self.ignore_index)
 
 
 def count_tokens(labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False) -> TokenCount:
@@ -319,53 +318,27 @@ def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: N
         yield pick(batch, rows, ())
 
 
-def cut_entries(batch: Any, length: int, whole: Names = (), path: KeyPath = ()) -> dict[KeyPath, bool]:
+def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[KeyPath, bool]:
     """Maps the path of each array and list to whether it is cut (True) or goes whole to each part.
 
     >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
     {('x',): True, ('prior',): False}
     """
-    entries: dict[KeyPath, bool] = {}
-    for where, item, columns in each_entry(batch, whole, path):
-        is_cut = _is_cut(where, item, columns, length)
-        _refuse_uncuttable(item, length, is_cut=is_cut, name=str(where[-1]) if where else "")
-        if columns and not is_cut:  # its entries are columns
-            for key, child in entries_of(item).items():
-                entries |= cut_entries(child, length, whole, (*where, key))
-        else:
-            entries[where] = is_cut
+    entries = {}
+    for path, item, lengths in each_entry(batch, whole, length):
+        entries[path] = length in lengths
+        name, kind = str(path[-1]) if path else "", ""
+        if isinstance(item, Tensor) and item.is_nested:
+            kind = "a nested tensor, whose samples differ in length"
+        elif isinstance(item, Tensor) and entries[path] and item.layout is not torch.strided:
+            kind = f"a sparse tensor ({item.layout})"
+        elif name.startswith(("cu_seq", "batch_sizes")) or (
+            name == "position_ids" and is_array(item) and item.shape == (length,)
+        ):
+            kind = f"packed sequences, joined in one row, of which {name!r} gives the positions"
+        if kind:
+            raise TypeError(
+                f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, "
+                "or cut it yourself: accumulator.window(micro_batches)"
+            )
     return entries
-
-
-def _is_cut(path: KeyPath, item: Any, columns: set[int], length: int) -> bool:
-    """Tells whether this entry has one value per sample."""
-    if is_array(item):
-        return len(item.shape) > 0 and item.shape[0] == length
-    # A list of one sample is cut by columns, which comes to the same.
-    if len(item) != length or (columns == {length} and (length == 1 or _is_batch_of_columns(path, item, columns))):
-        return False
-    if columns == {length}:
-        raise ValueError(
-            f"the batch of {length} samples has a {type(item).__name__} of {length} entries, each with a first "
-            f"dimension of {length}: samples may be its entries or their rows; stack it into one tensor if they are "
-            "its entries, or give a dict if they are rows"
-        )
-    return True
-
-
-def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> None:
-    """Raises for tensors whose samples are not slices of them."""
-    kind = ""
-    if isinstance(item, Tensor) and item.is_nested:
-        kind = "a nested tensor, whose samples differ in length"
-    elif is_cut and isinstance(item, Tensor) and item.layout is not torch.strided:
-        kind = f"a sparse tensor ({item.layout})"
-    elif name.startswith(("cu_seq", "batch_sizes")) or (
-        name == "position_ids" and is_array(item) and item.shape == (length,)
-    ):
-        kind = f"packed sequences, joined in one row, of which {name!r} gives the positions"
-    if kind:
-        raise TypeError(
-            f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, or "
-            "cut it yourself: accumulator.window(micro_batches)"
-        )
