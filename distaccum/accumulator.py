@@ -120,7 +120,8 @@ class Accumulator:
             self._planner = Planner(job)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._planner.__getstate__()  # a shallow copy would not call it
+        # A shallow copy would not call it.
+        self._planner.__getstate__()
         refuse_copy_of_ranks(self._planner.job.engine)
         return self.__dict__
 

@@ -12,7 +12,8 @@ from .update import Update
 from .window import Window
 
 EVENTS = "begin", "before_backward", "after_backward", "finishing", "numbers", "judge", "end"
-KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})  # of a state, besides extensions' and each rank's
+# The keys of a state, besides those of extensions.
+KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})
 
 
 class Extension:
@@ -83,11 +84,11 @@ def join_all(extensions: Sequence[Extension], job: Job) -> None:
     keys = [one.key for one in extensions if one.key]
     if len(set(keys)) < len(keys) or KEYS.intersection(keys):
         raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")
-    for one in extensions:
-        if not job.steps and type(one).judge is not Extension.judge:
+    for extension in extensions:
+        if not job.steps and type(extension).judge is not Extension.judge:
             raise ValueError(
-                f"{type(one).__name__}.judge skips where the library steps, and no optimizer was given; pass it, or "
-                "skip yourself before window.step()"
+                f"{type(extension).__name__}.judge skips where the library steps, and no optimizer was given; pass it, "
+                "or skip yourself before window.step()"
             )
-        one.join(job)
+        extension.join(job)
     job.extensions, job.hooks = tuple(extensions), hooks_of(extensions)

@@ -27,15 +27,17 @@ class Stage(Enum):
 
     PLANNED = "not begun"
     RUNNING = "in its loop"
-    COMPLETE = "complete but not stepped"  # gradients are final
+    COMPLETE = "complete but not stepped"
     STEPPING = "being stepped"
     STEPPED = "stepped already"
     LEFT = "discarded (its loop was left, or another window was requested)"
 
 
-OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING  # the window holds gradients
+# An open window holds gradients; they are final once it is complete.
+OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING
 OVER = Stage.STEPPED, Stage.LEFT
-DONE, WAITING, FAILED = range(3)  # the state of the backward of the current micro-batch, or of a part of it
+# The state of the backward of the current micro-batch, or of a part of it.
+DONE, WAITING, FAILED = range(3)
 
 
 def refuse_backward(window: Any) -> NoReturn:
@@ -120,8 +122,9 @@ def refuse_copy_of_ranks(engine: Engine) -> None:
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:
     """Clears gradients left from before a window, with a warning."""
     # No warning about zeros: of zero_grad(set_to_none=False), or in bucket views that another Accumulator cleared.
-    shown = [p.grad for p in parameters if p.grad is not None]
-    if engine.stale(()) or total_norm([local(one) for one in shown], math.inf) != 0:  # hidden ones, or shown ones
+    # An engine may hide gradients too.
+    shown = [local(p.grad) for p in parameters if p.grad is not None]
+    if engine.stale(()) or total_norm(shown, math.inf) != 0:
         once("stale", "gradients that stood before the window were cleared: they are not part of it")
     engine.clear(parameters)
 
@@ -144,18 +147,19 @@ def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
 def refuse_untrained(window: Any, job: Any) -> None:
     """Raises if an optimizer has nothing to step, or if a parameter was replaced since the Accumulator was made."""
     engine: Engine = job.engine
+    if "step" in engine.owns or engine.pipeline is not None:
+        return
     known = window.parameters if job.optimizers or engine.peers.group is None else job.groups[0]
     groups = job.groups if job.optimizers else [known]
     # Where a parameter is cut, this rank's part may be empty, and has no gradient.
-    if "step" in engine.owns or engine.pipeline is not None:
-        return
     idle = [all(p.grad is None and p.numel() for p in group) for group in groups]
     ids, names = {*map(id, known)}, names_of(engine.models)
     trained = [(names.get(id(p), "?"), p) for p in engine.parameters() if p.requires_grad]
     new = [name for name, p in trained if id(p) not in ids]
     # A loss that counts nothing in this window may be the only one of an optimizer.
     if not new and not (all(idle) or (any(idle) and all(window.counts.values()))):
-        if not any(idle):  # otherwise the next window is looked at too
+        # With an idle optimizer the next window is looked at too.
+        if not any(idle):
             job.unused = {id(p) for group in job.groups for p in group if p.grad is None}
         return
     which = idle.index(True) if any(idle) else 0
@@ -177,11 +181,11 @@ def refuse_untrained(window: Any, job: Any) -> None:
 @contextmanager
 def untouched_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Restores running statistics after a stand-in, which updated them when it first ran."""
-    found = [(b, b.clone()) for layer in layers if layer.training for b in layer.buffers(recurse=False)]
+    statistics = [(b, b.clone()) for layer in layers if layer.training for b in layer.buffers(recurse=False)]
     try:
         yield
     finally:
-        for buffer, value in found:
+        for buffer, value in statistics:
             buffer.copy_(value)
 
 

@@ -1,4 +1,4 @@
-"""Config: the options of an Accumulator. Each value is checked on entry."""
+"""Options: each argument of an Accumulator and of its methods is checked on entry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .law import REDUCTIONS, Reduction, Schedule, a, whole_number
 if TYPE_CHECKING:
     from .doors import ByCost
 
-OTHER_NAMES = {  # of arguments, in other libraries
+# Names of arguments in other libraries.
+OTHER_NAMES = {
     **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), "steps"),
     **dict.fromkeys(("clip", "max_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip"), "max_norm"),
     "grad_scaler": "scaler",
@@ -32,10 +33,12 @@ OnNonfinite = Literal["raise", "skip", "ignore"]
 
 @dataclass(frozen=True)
 class Config:
+    """The options of an Accumulator, with the reduction and the count of each named loss."""
+
     steps: Schedule | None
     batch_size: Schedule | None
     micro_batch_size: int | Literal["auto"] | ByCost | None
-    reductions: Mapping[str, Reduction]  # of each named loss
+    reductions: Mapping[str, Reduction]
     counts: Mapping[str, Count]
     max_norm: float | None
     sync: Sync
@@ -76,7 +79,8 @@ class Config:
             ("micro_batch_size", of_rows, ", 'auto' or ByCost(...)"),
         ):
             if value is not None and (not callable(value) or name.startswith("micro")):
-                object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's become ints
+                # A whole number of numpy becomes an int.
+                object.__setattr__(self, name, whole_number(name, value, cure))
 
     @cached_property
     def by_cost(self) -> ByCost | None:
@@ -99,7 +103,8 @@ class Config:
 
     def refuse_to_group(self) -> None:
         """Raises if no number says how many micro-batches of a loader make a window."""
-        has_size = self.batch_size is not None or self.by_cost is not None  # by cost, each batch of the loader is cut
+        # By cost, each batch of the loader is cut.
+        has_size = self.batch_size is not None or self.by_cost is not None
         if self.steps is None and (self.most == "auto" or not has_size):
             raise ValueError(
                 "windows() groups micro-batches and no number was given; pass steps=, or batch_size= and "
@@ -108,11 +113,10 @@ class Config:
 
     def steps_at(self, index: int) -> int | None:
         """Micro-batches per rank in the update of this index; None if `steps` was not given."""
-        steps = self.steps
-        if not callable(steps):
-            return steps
-        found = steps(index)
-        return whole_number(f"steps({index})", found, cure_of_steps(found))
+        if not callable(self.steps):
+            return self.steps
+        steps = self.steps(index)
+        return whole_number(f"steps({index})", steps, cure_of_steps(steps))
 
 
 def cure_of_steps(steps: Any) -> str:
@@ -129,17 +133,18 @@ def cure_of_steps(steps: Any) -> str:
 def as_list(name: str, value: Any, needs: str) -> list[Any]:
     """One object or several, as a list; each must have the attribute `needs`. None gives an empty list."""
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    for one in values:
-        if type(one).__module__.startswith("torch.distributed.pipelining"):
-            if name == "model" and hasattr(one, "step"):
-                continue  # a schedule, which holds the stages
-            raise TypeError(f"{name} is a pipeline's {type(one).__name__}, expected its schedule, as the model")
-        if not hasattr(one, needs) or isinstance(one, type):
-            swapped = "; the model comes first, then the optimizer" if name == "model" and hasattr(one, "step") else ""
-            kind = type(one).__name__
-            seen = f"{one!r} is {a(kind)}" if one is None or isinstance(one, str | int) else kind
+    for item in values:
+        kind, steps = type(item).__name__, name == "model" and hasattr(item, "step")
+        if type(item).__module__.startswith("torch.distributed.pipelining"):
+            # A schedule holds the stages.
+            if steps:
+                continue
+            raise TypeError(f"{name} is a pipeline's {kind}, expected its schedule, as the model")
+        if not hasattr(item, needs) or isinstance(item, type):
+            swapped = "; the model comes first, then the optimizer" * steps
+            seen = f"{item!r} is {a(kind)}" if item is None or isinstance(item, str | int) else kind
             raise TypeError(f"{name}={seen} without {needs}, expected {a(name)}{swapped}")
-    if name != "model" and len({id(one) for one in values}) < len(values):
+    if name != "model" and len(set(map(id, values))) < len(values):
         raise ValueError(f"{name} holds the same {type(values[0]).__name__} twice, which would step twice per update")
     if not values and (name == "model" or value is not None):
         raise ValueError(f"{name}={value!r}, expected {a(name)} or a sequence of them")
@@ -189,9 +194,8 @@ def function(call: str, name: str, value: Any) -> None:
     """Raises if an argument of `call` is no function of the caller."""
     if not callable(value):
         raise TypeError(
-            f"{call}() got {a(type(value).__name__)} as {name}, expected a function that it calls with each "
-            "micro-batch or its outputs, as "
-            "accumulator.update(batch, lambda part: criterion(model(part['x']), part['y']))"
+            f"{call}() got {a(type(value).__name__)} as {name}, expected a function that it calls with each micro-"
+            "batch or its outputs, as accumulator.update(batch, lambda part: criterion(model(part['x']), part['y']))"
         )
 
 

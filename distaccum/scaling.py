@@ -27,40 +27,42 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], stamp: object) 
             "scaler.update()), so the gradient cannot be unscaled and the window is discarded; finish one window "
             "before the next begins, or give each Accumulator a GradScaler of its own"
         )
-    found: list[Tensor] = []
+    flags: list[Tensor] = []
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     # It sums its flags over ranks, so a rank whose shards have no gradient must take part too.
     waits = sharded is not None and isinstance(scaler, sharded.ShardedGradScaler)
     for optimizer in optimizers:
         if not waits and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            continue  # otherwise the scaler deems it unscaled until an update() that finds gradients
+            # Otherwise the scaler deems it unscaled until an update() that finds gradients.
+            continue
         try:
             scaler.unscale_(optimizer)
         except RuntimeError as error:
-            if "already been called" not in str(error):  # the caller may have, to look at them
+            # The caller may have unscaled them, to look at them.
+            if "already been called" not in str(error):
                 raise
-        found += scaler._found_inf_per_device(optimizer).values()
-    return found
+        flags += scaler._found_inf_per_device(optimizer).values()
+    return flags
 
 
 def note_overflow(scaler: GradScaler, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:
     """Gives the scaler the flag of all ranks, for its `update()` to read, even if this rank has no gradient."""
-    for one in optimizers:
-        scaler._per_optimizer_states[id(one)]["found_inf_per_device"] = {overflow.device: overflow.float()}
+    for optimizer in optimizers:
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {overflow.device: overflow.float()}
 
 
 def forget(scaler: GradScaler | None, optimizers: Sequence[Optimizer]) -> None:
     """Lets the gradients of these optimizers (all, if none are given) be unscaled again; leaves the scale alone."""
     if scaler is not None:
-        for one in [id(one) for one in optimizers] or list(scaler._per_optimizer_states):
-            scaler._per_optimizer_states.pop(one, None)
+        for key in list(map(id, optimizers)) or list(scaler._per_optimizer_states):
+            scaler._per_optimizer_states.pop(key, None)
 
 
 def has_unscaled(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
     """Tells whether the scaler has unscaled gradients of one of these optimizers (of any, if none are given)."""
     states: Any = scaler._per_optimizer_states
-    found = [states.get(id(one)) for one in optimizers] if optimizers else states.values()
-    return any(one is not None and one["found_inf_per_device"] for one in found)
+    asked = [states.get(id(optimizer), {}) for optimizer in optimizers] if optimizers else states.values()
+    return any(state.get("found_inf_per_device") for state in asked)
 
 
 def stamp_of_scale(scaler: GradScaler, device: torch.device | None = None) -> object:

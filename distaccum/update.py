@@ -34,7 +34,8 @@ class Update:
     reason: str | None
     seconds: float
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
-    _record: Record | None = field(default=None, compare=False)  # None if nothing counted
+    # None if nothing counted.
+    _record: Record | None = field(default=None, compare=False)
 
     @cached_property
     def losses(self) -> dict[str, float]:
@@ -80,9 +81,8 @@ class Update:
 
     def as_dict(self) -> dict[str, Any]:
         """All public fields as plain numbers, strings and dicts, as for a log line. Reads what is on the device."""
-        public = ("index", "loss", "losses", "grad_norm", "counts", "micro_batches")
-        more = ("stepped", "reason", "seconds", "noise_scale")
-        return {name: getattr(self, name) for name in public + more}
+        public = "index loss losses grad_norm counts micro_batches stepped reason seconds noise_scale"
+        return {name: getattr(self, name) for name in public.split()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Reads the numbers first, because a reduction in flight cannot be pickled."""
