@@ -243,8 +243,12 @@ NUM_COLUMNS = Reports._fields.index("totals") + NUM_SPANS
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
-    "agrees": ("who runs the window", lambda one: "update()" if one else "a loop", "call update(), or make a loop,"),
-    "steps": ("steps", lambda one: one or "any", "give the same steps, batch_size and kind of window"),
+    "agrees": (
+        "who runs the window",
+        lambda runs: "update()" if runs else "a loop",
+        "call update(), or make a loop,",
+    ),
+    "steps": ("steps", lambda steps: steps or "any", "give the same steps, batch_size and kind of window"),
 }
 
 
