@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .engines.gradient import Gradient
 from .job import Hooks, Job
 from .update import Update
 from .window import Window
@@ -51,8 +53,12 @@ class Extension:
         """
         return None
 
-    def judge(self, window: Window) -> str | None:
-        """Says why not to step the `window`, the same on all ranks, or None; called before clipping."""
+    def judge(self, window: Window, gradient: Gradient) -> str | None:
+        """Says why not to step the `window`, the same on all ranks, or None; called before clipping.
+
+        `gradient.norm`, a float, is the norm of the whole gradient on any engine, unscaled. A window whose gradient is
+        not finite comes here only with `on_nonfinite="ignore"`. Read the norm on all ranks or on none.
+        """
         return None
 
     def end(self, window: Window, update: Update | None) -> None:
@@ -85,10 +91,24 @@ def join_all(extensions: Sequence[Extension], job: Job) -> None:
     if len(set(keys)) < len(keys) or KEYS.intersection(keys):
         raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")
     for extension in extensions:
-        if not job.steps and type(extension).judge is not Extension.judge:
-            raise ValueError(
-                f"{type(extension).__name__}.judge skips where the library steps, and no optimizer was given; pass it, "
-                "or skip yourself before window.step()"
-            )
+        if type(extension).judge is not Extension.judge:
+            _refuse_judge(extension, job)
         extension.join(job)
     job.extensions, job.hooks = tuple(extensions), hooks_of(extensions)
+
+
+def _refuse_judge(extension: Extension, job: Job) -> None:
+    """Raises if `judge` cannot be called, or cannot skip."""
+    name = f"{type(extension).__name__}.judge"
+    if not job.steps:
+        raise ValueError(
+            f"{name} skips where the library steps, and no optimizer was given; pass it, or skip yourself before "
+            "window.step()"
+        )
+    try:
+        signature(extension.judge).bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}{signature(extension.judge)} cannot be called with a window and its gradient, expected "
+            "judge(self, window, gradient); gradient.norm is the norm of the whole gradient"
+        ) from error

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .cutting import count_samples, entries_of, is_array
-from .engines.base import Engine, total_norm
+from .engines.base import OVERFLOW, Engine
+from .engines.gradient import total_norm
 from .law import DistaccumError, Once, shorten, warn
 from .losses import Losses, Record
 from .norms import local, names_of
@@ -124,7 +125,7 @@ def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) 
     # No warning about zeros: of zero_grad(set_to_none=False), or in bucket views that another Accumulator cleared.
     # An engine may hide gradients too.
     shown = [local(p.grad) for p in parameters if p.grad is not None]
-    if engine.stale(()) or total_norm(shown, math.inf) != 0:
+    if engine.stale(()) or total_norm(shown) != 0:
         once("stale", "gradients that stood before the window were cleared: they are not part of it")
     engine.clear(parameters)
 
@@ -231,10 +232,14 @@ def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) 
     return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
 
 
-def judge_loss(window: Any, engine: Engine, record: Record, on_nonfinite: OnNonfinite) -> None:
-    """Raises if a loss was not finite even before it was scaled: no smaller scale would avoid that overflow."""
+def explain(window: Any, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:
+    """Finds why a gradient was skipped; raises on all ranks, or returns the reason in full."""
+    if reason is not OVERFLOW:
+        return judge(window, engine, "gradient", on_nonfinite)
+    # If a loss was not finite even before it was scaled, no smaller scale would avoid that overflow.
     if on_nonfinite == "raise" and not all(map(math.isfinite, record.losses())):
         judge(window, engine, "loss", "raise")
+    return reason
 
 
 def _is_finite(tensor: Tensor) -> bool:

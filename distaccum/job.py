@@ -16,7 +16,7 @@ from .batchnorm import batchnorms
 from .cutting import count_samples
 from .doors import is_there, opened
 from .engines import Engine, choose_engine
-from .engines.base import STANDING
+from .engines.base import GRAD
 from .law import Once
 from .norms import unique
 from .options import Config, as_list
@@ -89,7 +89,7 @@ class Job(Prepared):
         # Otherwise the caller steps.
         self.steps = bool(self.optimizers) or "step" in self.engine.owns or self._is_frozen_stage
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise the adapter's backward does
-        self.with_hooks = [one for one in self.optimizers if hasattr(one, "register_step_pre_hook")]
+        self.last_hooks: list[Any] = []  # before steps of the optimizers, behind all other hooks (planner.py)
         self.epochs: list[int] = []  # last_epoch of each schedule after the last update
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
@@ -108,6 +108,9 @@ class Job(Prepared):
         self._refuse_steps()
         self._refuse(config)
         self.begin_anew()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "last_hooks": []}
 
     def begin_anew(self) -> None:
         """Resets the state that changes from window to window."""
@@ -249,8 +252,8 @@ class Tamper:
 
     def look(self) -> None:
         """Remembers what gradients look like after a backward."""
-        holders: Sequence[Any] = self._engine.holders(self._own)
-        self._holders, self._seen = holders, list(map(STANDING, holders))
+        holders: Sequence[Any] = self._engine.grad_leaves(self._own)
+        self._holders, self._seen = holders, list(map(GRAD, holders))
         self._versions = _versions_of(self._seen)
 
     def differs(self) -> bool:
@@ -260,10 +263,10 @@ class Tamper:
         scaler = self._job.scaler
         if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # a write that no version counts
             return True
-        if all(map(is_same, map(STANDING, holders), seen)):
+        if all(map(is_same, map(GRAD, holders), seen)):
             return _versions_of(seen) != versions
         # DDP lays its buckets out anew in the forward after its first reduction, and moves gradients into them.
-        now = list(map(STANDING, holders))
+        now = list(map(GRAD, holders))
         pairs = zip(now, seen, _versions_of(now), versions, strict=True)
         return any(
             version != before if one is other else one is None or other is None or not is_view(one)

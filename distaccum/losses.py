@@ -204,8 +204,9 @@ class Record:
         self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None, engine: Engine
     ) -> None:
         """Starts the sum; `flags`: overflows on this rank, or None without a scaler."""
-        self.norm: Tensor | None = None  # of the gradient before clipping, if requested
-        self.read = math.inf  # the norm as a number, once the step has read it
+        # Of the gradient before clipping, if the step took it; and whether the caller asked for it.
+        self.norm: Tensor | float | None = None
+        self.shows_norm = False
         self._divisor = engine.divisor
         self.sums: dict[str, Tensor] = {}  # of the extensions' numbers, by key
         self._sending: Any = None

@@ -1,9 +1,8 @@
-"""Clipping, and helpers for tensors and parameters."""
+"""Helpers for tensors and parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,24 +10,9 @@ from torch import Tensor, nn
 
 from .private import multiply_all
 
-EPSILON = 1e-6  # added to the norm in clipping, as in torch
 HALF = (torch.float16, torch.bfloat16)
 # Reads the number in a tensor on the host, without a dispatched operation and without a wait.
 number_of: Callable[[Tensor], Any] = Tensor.tolist
-
-
-def leaves(roots: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The leaves, by id, to whose gradients a backward from these roots adds."""
-    found: dict[int, Tensor] = {}
-    seen, waiting = set(), [root.grad_fn for root in roots]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if (variable := getattr(node, "variable", None)) is not None:
-                found[id(variable)] = variable
-            waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -41,13 +25,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients of norm `norm` to at most `max_norm`."""
-    holders: Any = [SimpleNamespace(grad=local(one)) for one in gradients]  # DTensors' local parts, in one kernel
-    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
-
-
-def multiply(gradients: Iterable[Any], factor: float) -> None:
+def multiply(gradients: Iterable[Any], factor: float | Tensor) -> None:
     """Multiplies gradients in place, those of one kind in one kernel."""
     by_kind: dict[Any, list[Tensor]] = {}
     for gradient in map(local, gradients):
@@ -55,8 +33,8 @@ def multiply(gradients: Iterable[Any], factor: float) -> None:
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         else:
             gradient.mul_(factor)
-    for alike in by_kind.values():
-        multiply_all(alike, factor)
+    for (device, _), alike in by_kind.items():
+        multiply_all(alike, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def widest(number: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from .feed import END, Ahead, Draw, Make, Pace, Position, Reader, draw, held, nu
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner, Start
 from .law import DistaccumError, Plan, Reports, all_or_none, in_short, shorten
+from .private import is_last_hook
 from .window import SUM, Window
 
 
@@ -273,23 +274,47 @@ class Planner:
         self._places = [Place(None, position) for position in positions]
 
 
-def _guard_steps(planner: Planner) -> None:
-    """Makes the caller's own step() raise while a window holds gradients; lasts as long as the planner."""
-    this = weakref.ref(planner)
+@final
+class StepHook:
+    """Called before each step of an optimizer: refuses one in mid-window, and lets the window's own move on.
 
-    def refuse(*_: object) -> None:
-        found = this()
-        window = found and found.window
-        if window is not None and window.stage in (Stage.RUNNING, Stage.COMPLETE) and not window.may_be_dropped:
+    The window's own step brings it behind all other hooks, right before the weights move: a state that a hook takes
+    before them is of this update, and of the next one afterwards.
+    """
+
+    def __init__(self, planner: Planner, optimizer: Any) -> None:
+        self._planner, self._optimizer = weakref.ref(planner), optimizer
+        self._handle = optimizer.register_step_pre_hook(self)
+
+    def come_last(self) -> None:
+        if not is_last_hook(self._handle, self._optimizer):
+            self.remove()
+            self._handle = self._optimizer.register_step_pre_hook(self)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __call__(self, *_: object) -> None:
+        planner = self._planner()
+        window = planner and planner.window
+        if window is None:
+            return
+        if window.stage is Stage.STEPPING:
+            window.move_on()
+        elif window.stage in (Stage.RUNNING, Stage.COMPLETE) and not window.may_be_dropped:
             raise DistaccumError(
                 "optimizer.step() before the window's own: the gradients in it belong to the window; call "
                 "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
                 "before it"
             )
 
-    for one in planner.job.optimizers:
-        if hasattr(one, "register_step_pre_hook"):
-            weakref.finalize(planner, one.register_step_pre_hook(refuse).remove)
+
+def _guard_steps(planner: Planner) -> None:
+    """Hooks the steps of the optimizers, for as long as the planner lives."""
+    optimizers = [one for one in planner.job.optimizers if hasattr(one, "register_step_pre_hook")]
+    planner.job.last_hooks = [StepHook(planner, optimizer) for optimizer in optimizers]
+    for hook in planner.job.last_hooks:
+        weakref.finalize(planner, hook.remove)
 
 
 @final

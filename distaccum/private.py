@@ -98,6 +98,12 @@ def has_step_hooks(optimizer: object) -> bool:
     return not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
+def is_last_hook(handle: Any, optimizer: Any) -> bool:
+    """Tells whether no step hook came after the one of this handle; False if the names are missing."""
+    hooks: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return bool(next(reversed(hooks), None) == getattr(handle, "id", handle))
+
+
 def require(library: str, owner: object, *names: str) -> None:
     """Raises if this version of a library lacks private names without which an engine cannot work."""
     missing = [name for name in names if not hasattr(owner, name)]
@@ -128,7 +134,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 require("torch", torch, "_foreach_norm", "_foreach_zero_", "_foreach_mul_")
 norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm  # of tensors of one device and dtype, in one kernel
 zero_all: Callable[[list[Tensor]], Any] = torch._foreach_zero_  # in one kernel, as `Optimizer.zero_grad` does
-multiply_all: Callable[[list[Tensor], float], Any] = torch._foreach_mul_
+multiply_all: Callable[[list[Tensor], float | Tensor], Any] = torch._foreach_mul_
 
 # `torch.autograd.backward` on tuples, without its checks of shapes, which take an eighth of a tiny micro-step: roots
 # are scalars here, or outputs with their own gradients. If the name is missing, the public call does the same.

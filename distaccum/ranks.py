@@ -65,6 +65,7 @@ class Peers:
     """
 
     shares_samples = has_parts = False
+    stages: tuple[dist.ProcessGroup, ...] = ()  # over which other ranks have other parameters, for the same samples
     fingerprint: Callable[..., int] | None = None  # of micro-batches, if ranks compare theirs
 
     def __init__(self, group: dist.ProcessGroup | None = None, everyone: Sequence[int] | None = None) -> None:
@@ -188,14 +189,6 @@ class Peers:
             logger.error(
                 "rank %d failed, and the other ranks hear of it when they plan or vote: %s", self.rank, in_short(error)
             )
-
-
-def norm_over(groups: Sequence[dist.ProcessGroup], norm: Tensor, kind: float) -> Tensor:
-    """The norm of a whole, from the norm of this rank's part; the ranks of `groups` have the other parts."""
-    whole = norm if math.isinf(kind) else norm.pow(kind)
-    for group in groups:
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX if math.isinf(kind) else dist.ReduceOp.SUM, group=group)
-    return whole if math.isinf(kind) else whole.pow(1 / kind)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,7 +51,8 @@ class Update:
     @cached_property
     def grad_norm(self) -> float | None:
         """The L2 norm of the whole gradient before clipping; None without `max_norm`, or if nothing counted."""
-        return None if self._record is None or self._record.norm is None else float(self._record.norm)
+        norm = self._record.norm if self._record is not None and self._record.shows_norm else None
+        return None if norm is None else float(norm)
 
     @cached_property
     def noise_scale(self) -> float | None:
@@ -65,8 +65,7 @@ class Update:
 
     def norm(self) -> Tensor | float | None:
         """The gradient's norm, if the step took it (to clip, or to see whether it is finite); reads nothing."""
-        record = self._record
-        return record and (record.read if math.isfinite(record.read) else record.norm)
+        return self._record and self._record.norm
 
     def summed(self, key: str) -> Tensor | None:
         """Waits for the sum of an extension's `numbers` over the ranks, and returns it; None if there were none.

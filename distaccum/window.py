@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, TypeVar, final
 
@@ -15,13 +13,13 @@ from torch import Tensor, nn
 from . import guard
 from .cutting import Batch, fresh
 from .doors import opened
-from .engines.base import look_at
+from .engines.base import OVERFLOW
+from .engines.gradient import Gradient
 from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Start, Tamper
 from .law import DistaccumError, Plan, Reduction, plural
 from .losses import Losses, Record
-from .norms import EPSILON, clip
 from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, stamp_of_scale, unscale
 from .update import Update
@@ -244,7 +242,7 @@ class Window(Generic[Batch]):
             guard.refuse_untrained(self, job)
         self._final = [group for group in job.groups if any(one.grad is not None for one in group)]
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # the caller steps next
-        if looks and not look_at(engine, self.parameters)[0]:
+        if looks and not engine.gradient(self.parameters).finite:
             guard.judge(self, engine, "gradient", "raise")
         for give in self._hooks["numbers"]:
             if (found := give(self)) is not None:
@@ -321,7 +319,7 @@ class Window(Generic[Batch]):
             reason, record = self._step()
             if reason is None and self._engine.lockstep:
                 job.substitute = self.substitute
-            self._move_on(skipped=0 if reason is None else skipped + 1)
+            self.move_on(0 if reason is None else skipped + 1)
             self._close(Stage.STEPPED)
             for one in job.adapters:
                 one.after_step(reason is None)
@@ -334,7 +332,7 @@ class Window(Generic[Batch]):
                 raise_if_lost(error)
                 raise
             # Ctrl-C or a lost rank after the weights moved: the index, scaler and schedules must move along.
-            self._move_on()
+            self.move_on()
             self._close(Stage.STEPPED)
             if job.scaler is not None:
                 job.scaler.update(job.scaler.get_scale())  # the same; forgets what was unscaled
@@ -352,51 +350,42 @@ class Window(Generic[Batch]):
         return update
 
     def _step(self) -> tuple[str | None, Record | None]:
-        """Sums the record, unscales, judges, clips, steps; returns why not, the same on all ranks, and the record."""
+        """Sums the record, judges, clips and steps; returns why not, the same on all ranks, and the record."""
         job, engine, scaler, config = self._job, self._engine, self._job.scaler, self._job.config
         if self.plan.is_empty:
             return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None
         if not job.steps:
             return None, Record(self.losses, self.numbers, None if scaler is None else [], engine)
         flags = None if scaler is None else unscale(scaler, job.optimizers, self._stamp)
-        stepped = [p for p in job.trained or self.parameters if p.grad is not None]
-        norm = None if config.max_norm is None or "norm" in engine.owns else engine.norm(stepped)
+        gradient = engine.gradient(job.trained or self.parameters)
         record = Record(self.losses, self.numbers, flags, engine)
-        reason, read = None, math.inf
-        if scaler is not None:
-            overflows = record.overflows(engine.peers)
-            note_overflow(scaler, job.optimizers, overflows)
-            if bool(overflows):
-                reason = "the scaled gradients overflowed"
-                guard.judge_loss(self, engine, record, config.on_nonfinite)
-        elif config.on_nonfinite != "ignore" and "norm" not in engine.owns:
-            finite, norm, read = look_at(engine, stepped, norm)
-            if not finite:
-                reason = guard.judge(self, engine, "gradient", config.on_nonfinite)
+        reason = self._judge(gradient, record)
         if reason is None:
-            reason = next((why for one in self._hooks["judge"] if (why := one(self)) is not None), None)
-        if reason is None:
-            most = None if "clip" in engine.owns else config.max_norm
-            if norm is not None and most is not None and read + EPSILON > most and not math.isinf(most):
-                clip([p.grad for p in stepped if p.grad is not None], most, norm)
+            for last_hook in job.last_hooks:
+                last_hook.come_last()
             self.stage, self._start.may_be_stepped = Stage.STEPPING, not job.optimizers
-            with ExitStack() as hooks:  # the last before the weights move, so that hooks after it find the next update
-                for optimizer in job.with_hooks:
-                    hooks.enter_context(optimizer.register_step_pre_hook(self._move_on))
-                reason = engine.step(job.optimizers)
+            reason = engine.step(job.optimizers, gradient, config.max_norm)
             self._has_stepped = reason is None
-            if "norm" in engine.owns:  # the engine judged the gradient as it stepped
-                norm = None if config.max_norm is None else engine.norm(stepped)
-                if reason is not None:
-                    guard.judge_loss(self, engine, record, config.on_nonfinite)
-                    if config.on_nonfinite == "raise" and "scale" not in engine.owns:
-                        guard.judge(self, engine, "gradient", "raise")
+            if reason is not None:
+                reason = guard.explain(self, engine, record, reason, config.on_nonfinite)
         if scaler is not None and reason is not None:
             scaler.update()
-        record.norm, record.read = None if config.max_norm is None else norm, read
+        record.norm, record.shows_norm = gradient.known, config.max_norm is not None
         return reason, record
 
-    def _move_on(self, *_: object, skipped: int = 0) -> None:
+    def _judge(self, gradient: Gradient, record: Record) -> str | None:
+        """Returns why the gradient must not be stepped, or None."""
+        engine, scaler, on_nonfinite = self._engine, self._job.scaler, self._job.config.on_nonfinite
+        if scaler is not None:
+            overflows = record.overflows(engine.peers)
+            note_overflow(scaler, self._job.optimizers, overflows)
+            if bool(overflows):
+                return guard.explain(self, engine, record, OVERFLOW, on_nonfinite)
+        elif on_nonfinite != "ignore" and not gradient.finite:
+            return guard.judge(self, engine, "gradient", on_nonfinite)
+        return next((why for judge in self._hooks["judge"] if (why := judge(self, gradient)) is not None), None)
+
+    def move_on(self, skipped: int = 0) -> None:
         """Makes the next update the one at which a job resumes; calling it again does no harm."""
         job = self._job
         if job.scaler is not None and job.optimizers and not skipped and job.index == self.index:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,31 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]
         if isinstance(module, fsdp.FSDPModule):
             for group in fsdp2.groups_of(fsdp2.state_of(module)):
                 yield from ((p.sharded_param, fsdp2.gathered_of(p)) for p in group.fsdp_params)
+
+
+class Source(NamedTuple):
+    """A leaf that backwards reach, the parameter that gets its gradient, and the dtype in which it accumulates."""
+
+    leaf: Any
+    parameter: Any
+    dtype: torch.dtype
+
+
+def sources_of(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[Source]:
+    """Pairs parameters with the leaves that the coming window's backwards will reach; may gather them."""
+    of_shards: dict[int, Source] = {}
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in {id(m): m for model in models for m in model.modules()}.values() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            groups = fsdp2.groups_of(fsdp2.state_of(module))
+            if any(fsdp2.gathered_of(p) is None for group in groups for p in group.fsdp_params):
+                module.unshard()  # before its first forward; one at a time, as the whole model may not fit
+                module.reshard()
+            for of, p in ((group, p) for group in groups for p in group.fsdp_params):
+                dtypes = (fsdp2.adds_up_in(of, p), p.sharded_param.dtype)
+                coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+                of_shards[id(p.sharded_param)] = Source(fsdp2.gathered_of(p), p.sharded_param, coarsest)
+    return [of_shards.get(id(p), Source(p, p, p.dtype)) for p in parameters]
 
 
 def version(tensor: Any) -> int:

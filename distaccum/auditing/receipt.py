@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engines.base import Source
 from ..extension import Extension
 from ..job import Job
 from ..law import DistaccumError, shorten
@@ -19,6 +18,7 @@ from ..norms import local, names_of, widest
 from ..ranks import in_contact
 from ..update import Update
 from ..window import Window
+from .private import Source, sources_of
 
 NUM = 8  # projections per gradient: as many equations for a fit of what was added up
 LONGEST = 1 << 17  # numbers in a row; the directions of a longer one would take too much memory
@@ -129,7 +129,7 @@ class Receipt(Extension):
 
     def join(self, job: Job) -> None:
         self._job, engine = job, job.engine
-        why = engine.hides_norm or engine.hides_own(job.stepped())
+        why = engine.why_no_local_grad(job.stepped())
         if engine.pipeline is not None and engine.pipeline.splits_backward:
             why = "whose schedule runs backward for weights apart"
         if why is None and any(hasattr(one, "placements") and block_of(one) is None for one in job.stepped()):
@@ -144,7 +144,8 @@ class Receipt(Extension):
     def begin(self, window: Window) -> None:
         if window.index % self._every == 0:
             self._received = {}
-            self._sources = [one for one in self._job.engine.sources(self._job.stepped()) if is_seen(one.leaf)]
+            sources = sources_of(self._job.engine.models, self._job.stepped())
+            self._sources = [source for source in sources if is_seen(source.leaf)]
             for i, one in enumerate(self._sources):
                 if one.leaf.requires_grad:
                     self._hooks.append(one.leaf.register_hook(partial(_receive, window, self._received, i)))

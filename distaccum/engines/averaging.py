@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,41 +30,52 @@ def average(
     """
     if not parameters:
         return
-    everyone: Any = engine.peers.group
-    groups = [everyone if copies_of is None else copies_of(one) for one in parameters]
-    used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
-    kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)
-    buckets: list[tuple[Any, list[Tensor]]] = []  # with their groups: the whole gradient is never copied
-    room: dict[tuple[Any, ...], int] = {}  # bytes left in the last bucket of each kind
-    filling: dict[tuple[Any, ...], list[Tensor]] = {}
-    one: Any
-    for one, group, kind in zip(parameters, groups, kinds, strict=True):
+    used = [None if p.grad is None or is_zeroed(p) else p.grad for p in parameters]
+    kinds = largest([UNUSED if g is None else SPARSE if g.is_sparse else DENSE for g in used], engine)
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    parameter: Any
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        group = engine.peers.group if copies_of is None else copies_of(parameter)
         if kind == UNUSED:
-            one.grad = None
+            parameter.grad = None
         elif kind == SPARSE:
-            assert group is not None  # no DTensor is sparse
-            one.grad = ((_no_rows(one) if one.grad is None else one.grad) / engine.divisor).coalesce()
-            dist.all_reduce(one.grad, group=group)
+            gradient = _no_rows(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (gradient / engine.divisor).coalesce()
+            dist.all_reduce(parameter.grad, group=group)
         else:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-            settle_placements(one)
-            gradient = local(one.grad)
-            if group is None:
-                gradient.div_(engine.divisor)
-            else:
-                like = group, gradient.device, gradient.dtype
-                if room.get(like, 0) <= 0:
-                    room[like], filling[like] = BUCKET_BYTES, []
-                    buckets.append((group, filling[like]))
-                room[like] -= gradient.nbytes
-                filling[like].append(gradient)
-    for group, bucket in buckets:
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
-        dist.all_reduce(flat, group=group)
-        pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, piece in zip(bucket, pieces, strict=True):
-            gradient.copy_(piece.view(gradient.shape))
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            settle_placements(parameter)
+            gradient = local(parameter.grad)
+            alike.setdefault((group, gradient.device, gradient.dtype), []).append(gradient)
+    for (group, *_), gradients in alike.items():
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
+            if group is not None:
+                dist.all_reduce(flat, group=group)
+            for gradient, piece in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+                gradient.copy_(piece.view(gradient.shape))
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients in order, so many at a time that the whole gradient is never copied."""
+    bucket: list[Tensor] = []
+    room = BUCKET_BYTES
+    for gradient in gradients:
+        bucket.append(gradient)
+        room -= gradient.nbytes
+        if room <= 0:
+            yield bucket
+            bucket, room = [], BUCKET_BYTES
+    if bucket:
+        yield bucket
+
+
+def averaged(engine: Engine, uncovered: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters, of those that no wrapper reduces, that some rank may train."""
+    # One outside of the models, such as a loss's own, may be frozen here and trained on another rank.
+    inside = {id(p) for p in engine.parameters()} if uncovered else ()
+    return [p for p in uncovered if p.requires_grad or id(p) not in inside]
 
 
 def largest(values: Iterable[int], engine: Engine) -> list[int]:

@@ -24,15 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..adapter import Prepared
 from ..doors import opened
 from ..law import DistaccumError, Plan, shorten
-from ..norms import leaves, names_of
+from ..norms import names_of
 from ..private import version_of, zero_all
 from ..ranks import in_contact
-from .averaging import average
-from .base import STANDING, Engine, Roots, Sync, sparse_embeddings, why_tensor_parallel
+from .averaging import average, averaged
+from .base import GRAD, Engine, Roots, Sync, refuse_to_look, why_tensor_parallel
 from .private import ddp as private
 
+PARTS = "over tensor-parallel modules, whose parts it shows as plain tensors"
 Stamp = tuple[Tensor | None, int]  # a gradient, and how often it was written to
 
 
@@ -58,30 +60,31 @@ class DDPEngine(Engine):
                 "one data-parallel group; wrap them with the same process_group, or use an Accumulator each"
             )
         super().__init__(models, sync, group)
-        self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
-        self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
-        self._alike = {id(parameter) for parameter in self._own}
+        self._covered = {wrapper: private.reduced_by(wrapper) for wrapper in self.wrappers}
+        self._own = [parameter for covered in self._covered.values() for parameter in covered.values()]
+        self._replicated_ids = {id(parameter) for parameter in self._own}
         named = [pair for wrapper in self.wrappers for pair in wrapper.named_parameters()]
-        self._left_out = [(name, parameter) for name, parameter in named if id(parameter) not in self._alike]
-        if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
-            self.hides_norm = "over tensor-parallel modules, whose parts it shows as plain tensors"
+        self._left_out = [(name, parameter) for name, parameter in named if id(parameter) not in self._replicated_ids]
+        self._shows_parts = any(map(private.was_tensor_parallel, (parameter for _, parameter in named)))
         self._refuse_dtensors()
-        # If DDP looks for unused parameters, a zero would count as a gradient in the next window.
+        # Gradients that are cleared in place: set to None, bucket views would no longer save memory. If DDP looks for
+        # unused parameters, a zero would count as a gradient in the next window.
         as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]
-        # Gradients that are cleared in place: set to None, bucket views would no longer save memory.
         self._views = {id(p) for wrapper in as_views for p in self._covered[wrapper].values()}
-        self._zeroed: dict[int, Stamp] = {}  # by parameter id: gradients cleared in place, which count as None
+        # By parameter id: the gradients that were cleared in place, which count as None.
+        self._zeroed: dict[int, Stamp] = {}
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
         self._graph_is_torn = False
-        self._armed: list[DistributedDataParallel] = []
-        self._by_hand: list[nn.Parameter] = []  # averaged after the last backward
-        self._reduces = False
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
+        self._armed: list[DistributedDataParallel] = []
+        # Averaged after the last backward.
+        self._by_hand: list[nn.Parameter] = []
+        self._reduces = False
 
     def _refuse_dtensors(self) -> None:
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
         for parameter in sharded:
-            is_inside, group = id(parameter) in self._alike, self.wrappers[0].process_group
+            is_inside, group = id(parameter) in self._replicated_ids, self.wrappers[0].process_group
             if is_inside or opened("lies_over")(parameter, group)[0]:
                 where = "inside" if is_inside else "over data-parallel ranks, outside"
                 raise ValueError(
@@ -90,11 +93,20 @@ class DDPEngine(Engine):
                     "of their own or with ignored_params)"
                 )
 
+    def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
+        if self._shows_parts:
+            refuse_to_look(self, PARTS, given, max_norm, on_nonfinite)
+
     def check(self, plan: Plan) -> None:
         # If DDP saw the graph under another Accumulator, its next forward after a reduction would lay the buckets out
         # together with all ranks, and a rank may have no next forward.
-        self._unseen_graphs = [one for one in self._unseen_graphs if not _shared(one).has_seen_graph]
-        self._refuse_changes()
+        self._unseen_graphs = [wrapper for wrapper in self._unseen_graphs if not _shared(wrapper).has_seen_graph]
+        if trained := [name for name, parameter in self._left_out if parameter.requires_grad]:
+            raise DistaccumError(
+                f"{shorten(trained)} is trained but was frozen or absent when DDP wrapped the model, or is in "
+                "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside "
+                "of the wrapped module (it is then averaged over ranks)"
+            )
         if plan.uneven:
             super().check(plan)
         if self._graph_is_torn:
@@ -108,33 +120,12 @@ class DDPEngine(Engine):
                 "backward on every rank in its first window; give each rank a micro-batch there"
             )
 
-    def _refuse_changes(self) -> None:
-        """Raises if parameters were frozen or unfrozen since DDP wrapped the model; added ones are averaged by hand."""
-        frozen = [
-            name
-            for wrapper, reduced in self._covered.items()
-            for name, parameter in reduced.items()
-            if not (parameter.requires_grad or wrapper.find_unused_parameters)
-        ]
-        if frozen:
-            raise DistaccumError(
-                f"{shorten(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and "
-                "leaves ranks apart; freeze first and wrap then, or pass find_unused_parameters=True to DDP"
-            )
-        if trained := [name for name, parameter in self._left_out if parameter.requires_grad]:
-            raise DistaccumError(
-                f"{shorten(trained)} is trained but was frozen or absent when DDP wrapped the model, or is in "
-                "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside "
-                "of the wrapped module (it is then averaged over ranks)"
-            )
-
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        others = [p for p in parameters if id(p) not in self._alike]
-        self._by_hand = self.averaged(others) if others else []
+        self._by_hand = averaged(self, [p for p in parameters if id(p) not in self._replicated_ids])
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
         # If ranks may use different wrappers of several, their backwards would reduce them in different orders.
         may_part = len(self.wrappers) > 1 and self._searching
-        not_here = plan.reduce_afterwards or self._unseen_graphs or may_part or self.standing is not STANDING
+        not_here = plan.reduce_afterwards or self._unseen_graphs or may_part or self.read_grad is not GRAD
         self._reduces = whole and not plan.some_rank_is_dry and not not_here
         if not self._reduces:
             self._by_hand += self._own
@@ -187,12 +178,9 @@ class DDPEngine(Engine):
                 "heads() with DDP's static_graph=True, which takes each backward for the whole graph; wrap the model "
                 "without it, or add the losses up"
             )
-        reached = leaves(losses)
-        earlier = [p for p in self._own if id(p) not in reached and p.grad is not None and not self._is_zeroed(p)]
-        if not earlier:
-            return losses, seeds
-        root = _Reach.apply(*earlier)
-        return [*losses, root], [*seeds, torch.zeros_like(root)]
+        earlier = [p for p in self._own if p.grad is not None and not self._is_zeroed(p)]
+        root = [_Reach.apply(*earlier)] if earlier else []
+        return [*losses, *root], [*seeds, *map(torch.zeros_like, root)]
 
     def _arm(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Makes the next backward reduce; returns the roots and seeds that it must run from."""
@@ -218,14 +206,15 @@ class DDPEngine(Engine):
                 # Otherwise a missing gradient would let ranks diverge silently until the next window.
                 private.refuse_unfinished_reduction(wrapper)
             except RuntimeError as error:
-                found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+                indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
                 names = list(self._covered[wrapper])
-                missing = [names[int(i)] for i in found[1].split()] if found else ["a parameter"]
+                missing = [names[int(i)] for i in indices[1].split()] if indices else ["a parameter"]
                 raise DistaccumError(
                     f"{shorten(missing)} took no part in the last backward of the window (or an early one, "
                     "sync='every'), which is the one that reduces, so DDP did not reduce it; pass "
                     "find_unused_parameters=True to DDP (parameters that a micro-batch leaves out are then exact), or "
-                    "use all of them in each micro-batch"
+                    "use all of them in each micro-batch; one that was frozen after DDP wrapped the model: freeze "
+                    "first and wrap then"
                 ) from error
             shared = _shared(wrapper)
             if is_absent or shared.is_laid_out:
@@ -262,7 +251,8 @@ class DDPEngine(Engine):
                     wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = shared.found
         self._armed, self._by_hand = [], []
 
-    hides_own = staticmethod(why_tensor_parallel)
+    def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        return f"{PARTS}; use fully_shard" if self._shows_parts else why_tensor_parallel(parameters)
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
@@ -311,27 +301,6 @@ def _shared(wrapper: DistributedDataParallel) -> _Shared:
 def _stamp(parameter: nn.Parameter) -> Stamp:
     gradient = parameter.grad
     return gradient, -1 if gradient is None else version_of(gradient)
-
-
-def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that DDP reduces, in the order of its indices."""
-    named = {
-        name.replace("_orig_mod.", ""): parameter
-        for name, parameter in wrapper.module.named_parameters()
-        if (name if "." in name else f".{name}") not in wrapper.parameters_to_ignore  # as DDP writes names at the root
-    }
-    reduced = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if wrapper.find_unused_parameters and len(reduced) < len(named) and not sparse_embeddings([wrapper]):
-        # Some may have been frozen since (which DDP allows here) or unfrozen (which it does not see).
-        known = private.ids_in_buckets(wrapper)
-        return {name: parameter for name, parameter in named.items() if id(parameter) in known}
-    wrapped = private.num_wrapped(wrapper)
-    if wrapped not in (None, len(reduced)):
-        raise ValueError(
-            f"DDP wrapped {wrapped} trainable parameters and the model has {len(reduced)} now, which leaves ranks "
-            "apart; freeze and unfreeze parameters before DDP wraps the model"
-        )
-    return reduced
 
 
 class _Reach(torch.autograd.Function):

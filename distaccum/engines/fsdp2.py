@@ -18,7 +18,6 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,8 +25,8 @@ from ..doors import opened
 from ..law import DistaccumError, Plan, shorten, warn
 from ..norms import HALF, unique
 from ..ranks import own_group
-from .averaging import average, largest
-from .base import STANDING, Engine, Source, Sync, refuse_left_out_terms, sparse_embeddings, why_tensor_parallel
+from .averaging import average, averaged, largest
+from .base import GRAD, Engine, Sync, refuse_left_out_terms, sparse_embeddings, why_tensor_parallel
 from .private import fsdp2 as private
 
 
@@ -74,7 +73,7 @@ class FullyShardEngine(Engine):
             group = opened("peers_of")(own, group)
         super().__init__(models, sync, group)
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
-        self.standing = self._standing
+        self.read_grad = self._read_grad
         self._policy = sync  # of the current window
         self._reshards: list[bool] = []  # each group's reshard_after_backward before the current window
         self._undo = ExitStack()  # restores flags after the current window
@@ -134,7 +133,7 @@ class FullyShardEngine(Engine):
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self.show_parameters()  # weights may have changed since they were gathered
-        self._by_hand = self.averaged(self._outside(parameters))
+        self._by_hand = averaged(self, self._outside(parameters))
         self._cut_over_ranks(self._by_hand)  # including a loss's own
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         whole = plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
@@ -194,33 +193,18 @@ class FullyShardEngine(Engine):
         self._note_used()
         self._stands_in = True
 
-    def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
+    def grad_leaves(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         wanted = {id(p) for p in parameters}
         shown = [(private.gathered_of(one), one) for one in self._every if id(one.sharded_param) in wanted]
         self._shown = {id(gathered): one for gathered, one in shown if gathered is not None}
         return [*(gathered for gathered, _ in shown if gathered is not None), *parameters]
 
-    def sources(self, parameters: Sequence[nn.Parameter]) -> Sequence[Source]:
-        if any(private.gathered_of(one) is None for one in self._every):  # before the first forward
-            for module in self._modules:  # one at a time: the whole model may not fit
-                module.unshard()
-                module.reshard()
-        wanted = {id(p) for p in parameters}
-        found = [Source(p, p, p.dtype) for p in self._outside(parameters)]
-        for group in self._groups:
-            for one in group.fsdp_params:
-                if id(one.sharded_param) in wanted:
-                    dtypes = (private.adds_up_in(group, one), one.sharded_param.dtype)
-                    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-                    found.append(Source(private.gathered_of(one), one.sharded_param, coarsest))
-        return found
-
-    def _standing(self, holder: Any) -> Tensor | None:
-        if (one := self._shown.get(id(holder))) is not None:
+    def _read_grad(self, leaf: Any) -> Tensor | None:
+        if (one := self._shown.get(id(leaf))) is not None:
             return private.standing_gradient(one)
-        return None if hasattr(holder, "to_local") else STANDING(holder)  # a shard, already reduced
+        return None if hasattr(leaf, "to_local") else GRAD(leaf)  # a shard, already reduced
 
-    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+    def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
         parts = [p.sharded_param for p in self._every if getattr(p, "is_dtensor", False)]
         return why_tensor_parallel([*parts, *self._outside(parameters)])
 

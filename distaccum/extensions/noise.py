@@ -19,7 +19,8 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ..engines.base import Engine, total_norm
+from ..engines.base import Engine
+from ..engines.gradient import total_norm
 from ..extension import Extension
 from ..job import Job
 from ..law import share_of
@@ -63,12 +64,12 @@ class Early:
         self._has_begun = True
 
     def _leaves(self) -> list[Any]:
-        return [one for one in self._engine.holders(self._parameters()) if one.requires_grad]
+        return [one for one in self._engine.grad_leaves(self._parameters()) if one.requires_grad]
 
     def _take(self, leaf: Any) -> None:
-        gradient = self._engine.standing(leaf)
+        gradient = self._engine.read_grad(leaf)
         if gradient is not None and self._norms is not None:
-            self._norms[id(leaf)] = total_norm([gradient.detach()], 2.0)
+            self._norms[id(leaf)] = total_norm([gradient.detach()])
 
     def remove_hooks(self) -> None:
         while self._hooks:
@@ -76,9 +77,9 @@ class Early:
 
     def norm(self) -> Tensor:
         if self._norms is not None:
-            return total_norm(list(self._norms.values()), 2.0)
-        standing = map(self._engine.standing, self._leaves())
-        return total_norm([gradient for gradient in standing if gradient is not None], 2.0)
+            return total_norm(list(self._norms.values()))
+        standing = map(self._engine.read_grad, self._leaves())
+        return total_norm([gradient for gradient in standing if gradient is not None])
 
 
 class Estimate:
@@ -142,15 +143,14 @@ class NoiseScale(Extension):
             )
         if engine.peers.has_parts or engine.pipeline is not None:
             why: str | None = "whose ranks have parts of the same samples; use data parallelism alone"
-        elif engine.hides_norm is not None:
-            why = f"{engine.hides_norm}; use fully_shard over the data-parallel mesh"
         else:
-            why = engine.hides_own(job.stepped())
+            why = engine.why_no_local_grad(job.stepped())
         if why is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
-        self._norm_follows = looks or "norm" in engine.owns or job.config.max_norm is not None  # the step computes it
+        # The step computes it, as DeepSpeed's own does.
+        self._norm_follows = looks or "step" in engine.owns or job.config.max_norm is not None
         self._reduction = next(iter(config.reductions.values()))
         self._early: Early | None = None  # until the first micro-batch ends
         self._small: Tensor | None = None
@@ -193,7 +193,7 @@ class NoiseScale(Extension):
         if self._engine.peers.num_ranks == 1 and self._small is None:
             return None  # nothing to compare
         if not self._norm_follows:
-            self._norm = self._unscaled(self._engine.norm(self._parameters()))
+            self._norm = self._unscaled(self._engine.gradient(self._parameters()).taken)
         zeros = widest(torch.zeros(3, device=window.parameters[0].device))
         return zeros if self._small is None else self._small.to(zeros)
 
@@ -205,7 +205,7 @@ class NoiseScale(Extension):
             return
         if update.stepped and self.key in window.numbers:
             if self._norm_follows:
-                self._norm = self._engine.norm(self._parameters()) if "norm" in self._engine.owns else update.norm()
+                self._norm = update.norm()
             (total, *_) = update.counts.values()
             divisor = total if self._reduction == "sum" else 1.0
             self._last = Estimate(self._last.sums, partial(update.summed, self.key), self._norm, total, divisor)

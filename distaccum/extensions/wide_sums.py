@@ -49,7 +49,7 @@ class WideSums(Extension):
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32) of fully_shard, sync='every' with float32 parameters "
                 'under FSDP1, or "data_types": {"grad_accum_dtype": "fp32"} in the config of DeepSpeed'
             )
-        engine.standing = self._standing
+        engine.read_grad = self._read_grad
 
     def begin(self, window: Window) -> None:
         for p in window.parameters:
@@ -87,7 +87,7 @@ class WideSums(Extension):
     def end(self, window: Window, update: Update | None) -> None:
         self._drop()
 
-    def _standing(self, parameter: nn.Parameter) -> Tensor | None:
+    def _read_grad(self, parameter: nn.Parameter) -> Tensor | None:
         return self._sums[id(parameter)][1] if id(parameter) in self._sums else parameter.grad
 
     def _drop(self) -> None:

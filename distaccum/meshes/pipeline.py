@@ -87,7 +87,6 @@ class Pipeline:
             )
         engine.pipeline, engine.policies, engine.run_backward = self, ("last",), self._refuse_backward
         on_mesh(engine).add_stages(self.group)
-        engine.norm_in = self.device, torch.float64, (self.group,)  # a stage may have no gradient
         if self.splits_backward:
             self._refuse_frozen_beginning(engine)
             # Torch looks for weights among the parameters that a stage shows after forward.

@@ -62,6 +62,7 @@ class MeshPeers(Peers):
         """Declares that the ranks of `group` hold other stages of the model, for the same samples."""
         if self.group is None:
             return  # a schedule on one rank alone
+        self.stages = (group,)
         column = dist.get_process_group_ranks(group)
         of_stages: list[Any] = [None] * len(column)
         dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=own_group(group))

@@ -219,4 +219,4 @@ class UnwrappedEngine(Engine):
             settle_placements(parameter)
         self._parameters = ()
 
-    hides_own = staticmethod(why_tensor_parallel)
+    why_no_local_grad = staticmethod(why_tensor_parallel)

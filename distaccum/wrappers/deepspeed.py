@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..engines.base import Engine, Groups, Owned, Sync, refuse_left_out_terms, sparse_embeddings, total_norm
+from ..engines.base import OVERFLOW, Engine, Sync, refuse_left_out_terms, sparse_embeddings
+from ..engines.gradient import Gradient, Groups
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
 from ..private import replaced
 from .private import deepspeed as private
@@ -71,7 +72,10 @@ class DeepSpeedEngine(Engine):
         if not engine.gradient_average:  # "gradient_allreduce_op": "sum"
             self.divisor = 1
         self.lockstep = self._stage == 3 or self._form == "each"
-        self.owns = _owned(engine)
+        self.owns = frozenset(("step", "sums", "stages", "dtype", *(("parameters",) if self._stage == 3 else ())))
+        # DeepSpeed's own optimizers check the gradient, skip non-finite ones, and keep the norm.
+        self._scales = engine.fp16_enabled()
+        self._judges = self._scales or not isinstance(engine.optimizer, Optimizer)
         self.run_backward = lambda losses, _: engine.backward(losses[0])
         self._context = ExitStack()
         self._holds = False  # it holds gradients of a window that was not stepped
@@ -100,8 +104,12 @@ class DeepSpeedEngine(Engine):
                 f"DeepSpeed clips at {clips:g} (1.0 where its config does not say) and max_norm={max_norm}; put "
                 f'"gradient_clipping": {wanted:g} into its config, or pass max_norm={clips or None}'
             )
-        looks = "finite" in self.owns and "scale" not in self.owns
-        if looks and on_nonfinite != "ignore" and (is_blind := private.why_blind(self._optimizer)) is not None:
+        if (
+            self._judges
+            and not self._scales
+            and on_nonfinite != "ignore"
+            and (is_blind := private.why_blind(self._optimizer)) is not None
+        ):
             raise ValueError(
                 f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite "
                 f"{is_blind}, or say 'ignore'"
@@ -160,12 +168,12 @@ class DeepSpeedEngine(Engine):
         with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
             self.run_backward([loss], [])
 
-    def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
+    def grad_leaves(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         stay = self._form != "each" and not hasattr(self._optimizer, "get_grads_for_norm")
         return self.parameters() if stay else ()
 
-    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        shows = "scale" not in self.owns and self.holders(parameters)
+    def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        shows = not self._scales and self.grad_leaves(parameters)
         return None if shows else "which reduces in each micro-step here, trains in fp16 or has BF16_Optimizer; use DDP"
 
     def _refuse_another_use(self, _: Tensor) -> None:
@@ -205,22 +213,22 @@ class DeepSpeedEngine(Engine):
             private.discard_window(self._deepspeed, self._stage)
             self._holds = False
 
-    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        if "norm" in self.owns:  # after the step
-            norm = self._deepspeed.get_global_grad_norm()
-            return torch.as_tensor(float("nan") if norm is None else norm)
-        return total_norm([p.grad for p in self.parameters() if p.grad is not None], kind, over)
+    def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
+        return Gradient(self.parameters(), is_late=self._judges)
 
-    def step(self, optimizers: Sequence[Optimizer]) -> str | None:
+    def step(self, optimizers: Sequence[Optimizer], gradient: Gradient, max_norm: float | None) -> str | None:
         engine = self._deepspeed
         self._guards.close()
         # An unmanaged engine would reduce again in step.
         with replaced(engine, enable_backward_allreduce=self._form != "no_sync"):
             engine.step()
         self._holds = not engine.was_step_applied()  # a skipped step leaves gradients in some places
+        if self._judges:
+            norm = engine.get_global_grad_norm()
+            gradient.taken = torch.as_tensor(float("nan") if norm is None else norm)
         if not self._holds:
             return None
-        return "the scaled gradients overflowed" if "scale" in self.owns else "a gradient is not finite"
+        return OVERFLOW if self._scales else "a gradient is not finite"
 
 
 def _refuse_step(*_: object, **__: object) -> None:
@@ -228,18 +236,6 @@ def _refuse_step(*_: object, **__: object) -> None:
         "the DeepSpeed engine is stepped in the window, whose gradients belong together; leave engine.step() out (and "
         "accelerator.backward(), which calls it): window.step() steps the engine"
     )
-
-
-def _owned(engine: Any) -> frozenset[Owned]:
-    """Returns `owns`: DeepSpeed's own optimizers check the gradient, skip non-finite ones, and keep the norm."""
-    owned: set[Owned] = {"step", "clip", "sums", "stages", "dtype"}
-    if engine.zero_optimization_stage() == 3:
-        owned.add("parameters")
-    if not isinstance(engine.optimizer, Optimizer):
-        owned |= {"norm", "finite"}
-    if engine.fp16_enabled():
-        owned |= {"norm", "finite", "scale"}
-    return frozenset(owned)
 
 
 def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> None:

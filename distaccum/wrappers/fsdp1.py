@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..engines.averaging import average
-from ..engines.base import Engine, Groups, Sync, refuse_left_out_terms
+from ..adapter import Prepared
+from ..engines.averaging import average, averaged
+from ..engines.base import Engine, Sync, refuse_left_out_terms, refuse_to_look
+from ..engines.gradient import Gradient, Groups
 from ..law import Plan, shorten, warn
 from ..norms import HALF, names_of
 from .private import fsdp1 as private
@@ -36,9 +38,6 @@ class FSDPEngine(Engine):
         self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in named))
         self._handles = private.handles_of(self._wrappers)
         super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
-        # Ranks may hold shards of different parameters, or none.
-        wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
-        self.norm_in = self._wrappers[0].compute_device, wide, ()
         low = [name for name, module in named if _adds_up_in(module) in HALF]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
@@ -47,8 +46,6 @@ class FSDPEngine(Engine):
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
-        if any(map(private.flattens_parts, self._handles)):
-            self.hides_norm = "over tensor-parallel modules, whose parts it flattens into plain tensors"
         for parameter in self._outside(self.parameters()):
             if hasattr(parameter, "to_local"):
                 raise ValueError(
@@ -58,6 +55,11 @@ class FSDPEngine(Engine):
         self._found: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
 
+    def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
+        if any(map(private.flattens_parts, self._handles)):
+            why = "over tensor-parallel modules, whose parts it flattens into plain tensors"
+            refuse_to_look(self, why, given, max_norm, on_nonfinite)
+
     def check(self, plan: Plan) -> None:
         super().check(plan)
         refuse_left_out_terms(plan, ", or use fully_shard")
@@ -66,18 +68,18 @@ class FSDPEngine(Engine):
         return reduce
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._by_hand = self.averaged(self._outside(parameters))
+        self._by_hand = averaged(self, self._outside(parameters))
         self._found = [private.reduces(wrapper) for wrapper in self._wrappers]
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         private.set_reduces(self._wrappers, [reduce] * len(self._wrappers))
         self.run_backward(tuple(losses), tuple(seeds))
 
-    def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
+    def grad_leaves(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         # A write of torch's own cannot be told from the caller's, so those gradients go unwatched.
         return [handle.flat_param for handle in self._handles if not private.fills_gaps(handle)]
 
-    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+    def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return "which flattens parameters together; use fully_shard"
 
     def finish(self) -> None:
@@ -96,13 +98,8 @@ class FSDPEngine(Engine):
         for handle in self._handles:
             private.discard_gradient(handle)
 
-    def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-        """This rank's gradients, by the groups over which they are cut; replicas, which have the same, do not count."""
-        over: dict[Groups, list[Tensor]] = {(self._wrappers[0].process_group,): [], (): []}
-        for parameter, groups in zip(parameters, self.cut_over(parameters), strict=True):
-            if parameter.grad is not None:
-                over[groups].append(parameter.grad)
-        return over
+    def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
+        return Gradient(parameters, self.cut_over(parameters), device=self._wrappers[0].compute_device)
 
     def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
         sharded = {id(p) for handle in self._handles if handle.uses_sharded_strategy for p in _managed(handle)}

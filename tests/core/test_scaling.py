@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator, DistaccumError, Extension
 from distaccum.job import MOST_SKIPS
+from tests.support.counting import Counting
 from tests.support.engines import fully_sharded
 from tests.support.problems import gradient_of_trunk, join, make_batch, trunk
 from tests.support.ranks import on_ranks
@@ -204,6 +205,39 @@ def test_ranks_agree_on_the_place_of_a_nan(kind, where, on_nonfinite):
         assert torch.equal(weights(model), before)
     run_window(accumulator.window(BATCHES), model)
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+class ByNorm(Extension):
+    """Skips an update whose norm is more than `most`."""
+
+    def __init__(self, most):
+        self.most, self.norms = most, []
+
+    def judge(self, window, gradient):
+        self.norms.append(gradient.norm)
+        return f"the norm is {gradient.norm:.3g}" if gradient.norm > self.most else None
+
+
+@on_ranks(2)
+def test_norm_that_extensions_judge_is_the_whole_gradients_and_costs_no_second_reduction():
+    exact = gradient_of_trunk(BATCHES)
+    size = exact.norm().item()
+    for kind in ("DDP", "FSDP2"):
+        for options in ({}, {"max_norm": 0.5 * size}, {"on_nonfinite": "ignore"}):
+            sent = []
+            for judges in ([], [ByNorm(2 * size)], [ByNorm(2 * size), ByNorm(0.5 * size)]):
+                model = DistributedDataParallel(trunk()) if kind == "DDP" else fully_sharded(parts=False)(trunk(), 1)[0]
+                accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), extensions=judges, **options)
+                before = weights(model)
+                window = run_window(accumulator.window(BATCHES), model)
+                with Counting() as count:
+                    update = window.step()
+                sent.append(len(count.collectives))
+                assert [judge.norms for judge in judges] == [[pytest.approx(size, rel=1e-12)]] * len(judges)
+                moved = 0.1 * exact * (0 if len(judges) == 2 else 0.5 if "max_norm" in options else 1)
+                assert (before - weights(model) - moved).norm() <= 1e-6 * size
+                assert update.reason == (f"the norm is {size:.3g}" if len(judges) == 2 else None)
+            assert sent[1] - sent[0] == sent[2] - sent[0] == (kind == "FSDP2" and "on_nonfinite" in options), sent
 
 
 def test_long_run_of_skips_is_an_error():

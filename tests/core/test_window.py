@@ -85,6 +85,11 @@ class Recorder(Extension):
         self.heard = list(state or [])
 
 
+class Blind(Extension):
+    def judge(self, window):
+        return None
+
+
 class Rekeyed(Recorder):
     key = "other"
 
@@ -136,6 +141,7 @@ def test_extension_that_raises_discards_the_window_and_all_hear_of_the_end(where
         ([Recorder], SGD, TypeError, "expected a list of distaccum.Extension"),
         ([Recorder(), Recorder()], SGD, ValueError, "expected each once"),
         ([Recorder()], None, ValueError, r"Recorder\.judge skips where the library steps"),
+        ([Blind()], SGD, TypeError, r"Blind\.judge\(window\) .* expected judge\(self, window, gradient\)"),
     ],
 )
 def test_unfit_extensions_are_refused(given, owner, kind, message):

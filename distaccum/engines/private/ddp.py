@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...law import DistaccumError
 from ...private import require
+from ..base import sparse_embeddings
 
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
@@ -37,19 +38,28 @@ def was_tensor_parallel(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "_st_info")
 
 
-def num_wrapped(wrapper: DistributedDataParallel) -> int | None:
-    """The number of parameters that DDP reduces, which is all that it shows of them; None if the name is missing.
+def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that DDP reduces, in the order of its indices; it shows them in copies of its buckets alone.
 
-    In that case a parameter that was frozen late is found when a reduction stays unfinished.
+    With sparse gradients torch cannot copy those: then it is the parameters that are trained now, if as many were.
     """
-    logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
-    return logged.get("num_parameter_tensors")
-
-
-def ids_in_buckets(wrapper: DistributedDataParallel) -> set[int]:
-    """The ids of the parameters that DDP reduces. torch copies the buckets for this, and cannot if one is sparse."""
+    named = {
+        name.replace("_orig_mod.", ""): parameter
+        for name, parameter in wrapper.module.named_parameters()
+        if (name if "." in name else f".{name}") not in wrapper.parameters_to_ignore  # as DDP writes names at the root
+    }
+    if sparse_embeddings([wrapper]):
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        wrapped = getattr(wrapper, "_get_ddp_logging_data", dict)().get("num_parameter_tensors", len(trained))
+        if wrapped != len(trained):
+            raise ValueError(
+                f"DDP wrapped {wrapped} trainable parameters and the model has {len(trained)} now, which leaves ranks "
+                "apart; freeze and unfreeze parameters before DDP wraps the model"
+            )
+        return trained
     buckets = wrapper.reducer._get_zeros_like_grad_buckets()
-    return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    known = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    return {name: parameter for name, parameter in named.items() if id(parameter) in known}
 
 
 def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
