@@ -19,13 +19,14 @@ __all__ = ["Engine", "Sync", "choose_engine", "known_engines", "register"]
 _REGISTERED: list[type[Engine]] = []
 # Engines outside the core, by the name of the wrapper's class: opened when a model holds one.
 OUTSIDE = {"FullyShardedDataParallel": "FSDPEngine", "DeepSpeedEngine": "DeepSpeedEngine"}
-# Unsupported wrappers that would otherwise be taken for plain modules, by class and package.
+# Unsupported wrappers that would otherwise be taken for plain modules, by package; replicate() makes a torch DDP.
 UNKNOWN = {
-    *((name, "torch") for name in ("DDP", "DataParallel")),  # replicate() makes the first
-    *((name, "fairscale") for name in ("FullyShardedDataParallel", "ShardedDataParallel")),
-    *(("DistributedDataParallel", package) for package in ("megatron", "apex")),
-    ("PipelineEngine", "deepspeed"),
-    ("XlaFullyShardedDataParallel", "torch_xla"),
+    "torch": ("DDP", "DataParallel"),
+    "fairscale": ("FullyShardedDataParallel", "ShardedDataParallel"),
+    "megatron": ("DistributedDataParallel",),
+    "apex": ("DistributedDataParallel",),
+    "deepspeed": ("PipelineEngine",),
+    "torch_xla": ("XlaFullyShardedDataParallel",),
 }
 Kind = TypeVar("Kind", bound=type[Engine])
 
@@ -39,7 +40,7 @@ def register(engine: Kind) -> Kind:
 
 def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine:
     """The engine for the wrapper that `models` hold (modules, or a schedule); `mesh`: dimensions that carry data."""
-    if all(isinstance(one, nn.Module) for one in models):
+    if all(isinstance(model, nn.Module) for model in models):
         engine = _engine_of(models, sync)
     else:
         pipeline = opened("Pipeline")(models)
@@ -58,32 +59,32 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     modules = [module for model in models for module in model.modules()]
     kinds = {kind for module in modules for kind in type(module).__mro__}
     names = {kind.__name__ for kind in kinds}
-    found = _wrapping(modules, _REGISTERED)
-    for kind in () if found else kinds:
-        if (kind.__name__, kind.__module__.partition(".")[0]) in UNKNOWN:
+    wrapping = _wrapping(modules, _REGISTERED)
+    for kind in () if wrapping else kinds:
+        if kind.__name__ in UNKNOWN.get(kind.__module__.partition(".")[0], ()):
             raise ValueError(
                 f"the model is wrapped by {kind.__module__}.{kind.__name__}, which has no engine here; use torch's "
                 f"DistributedDataParallel(module) or fully_shard. There are engines for {_names_of(known_engines())}"
             )
     outside = [opened(engine) for wrapper, engine in OUTSIDE.items() if wrapper in names]
-    found = found or _wrapping(modules, [DDPEngine, FullyShardEngine, *outside])
-    if len(found) > 1:
+    wrapping = wrapping or _wrapping(modules, [DDPEngine, FullyShardEngine, *outside])
+    if len(wrapping) > 1:
         raise ValueError(
-            f"the models are wrapped by {_names_of(found)}, expected one kind; give each an Accumulator of its own"
+            f"the models are wrapped by {_names_of(wrapping)}, expected one kind; give each an Accumulator of its own"
         )
     is_job = dist.is_available() and dist.is_initialized()
     ranks = dist.get_world_size() if is_job else 1
-    if found:
-        made = found.pop()(models, sync)
-        if ranks > 1 and made.peers.group is None:
+    if wrapping:
+        engine = wrapping.pop()(models, sync)
+        if ranks > 1 and engine.peers.group is None:
             raise ValueError(
-                f"{type(made).__name__} has no group in a job of {ranks} ranks, which would train apart; give "
+                f"{type(engine).__name__} has no group in a job of {ranks} ranks, which would train apart; give "
                 "it an __init__(models, sync) that passes the group of the data-parallel ranks to Engine.__init__"
             )
-        return made
+        return engine
     # The package reads no other variable: a launcher that nobody listens to cannot be seen in another way.
-    launched = os.environ.get("WORLD_SIZE", "1") if not is_job else "1"
-    if launched != "1":
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if not is_job and launched != "1":
         raise ValueError(
             f"WORLD_SIZE={launched} and no process group: each of these ranks would train a model of its own; call "
             "torch.distributed.init_process_group() and wrap the model, as in DistributedDataParallel(model), before "
@@ -92,14 +93,14 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     if ranks == 1:
         return PlainEngine(models, sync)
     parameters: list[Any] = [p for module in modules for p in module.parameters(recurse=False)]
-    meshes = [p.device_mesh for p in parameters if hasattr(p, "to_local")]
-    if ranks == num_stages * max((mesh.size() for mesh in meshes), default=1):
-        engine: Engine = opened("UnwrappedEngine")(models, sync)
-        return engine
+    sizes = [p.device_mesh.size() for p in parameters if hasattr(p, "to_local")]
+    if ranks == num_stages * max(sizes, default=1):
+        unwrapped: Engine = opened("UnwrappedEngine")(models, sync)
+        return unwrapped
     what, cure = "a plain module", "wrap it in DistributedDataParallel, and give the wrapper and not the module in it"
     if "LightningModule" in names:
         cure = "give the Accumulator trainer.strategy.model, where Lightning keeps its wrapper"
-    elif meshes:
+    elif sizes:
         what = "a tensor-parallel module alone"
         cure = (
             "say which ranks have which data: make one mesh of all with init_device_mesh(device, (data, tensor), "

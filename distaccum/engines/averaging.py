@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..norms import local
 from .base import Engine
 
-BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
+# The size of DDP's own buckets.
+BUCKET_BYTES = 25 * 2**20
 UNUSED, DENSE, SPARSE = range(3)
 
 

@@ -19,8 +19,10 @@ from .gradient import Gradient, Groups
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "sums", "stages", "dtype", "parameters"]
-Roots = tuple[Sequence[Tensor], Sequence[Tensor]]  # of a backward, and their seeds
-OVERFLOW = "the scaled gradients overflowed"  # the reason of a skip that a loss scale expects
+# The roots of a backward, and their seeds.
+Roots = tuple[Sequence[Tensor], Sequence[Tensor]]
+# The reason of a skip that a loss scale expects.
+OVERFLOW = "the scaled gradients overflowed"
 GRAD: Callable[[Any], Tensor | None] = attrgetter("grad")
 
 
@@ -138,10 +140,8 @@ class Engine:
         return parameters
 
     def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        """The reason why a rank's own gradients of `parameters` are hidden, and a cure; None: `grad_leaves` hold them."""
-        return (
-            "whose engine does not say whether its grad_leaves have a rank's own gradient; give it why_no_local_grad()"
-        )
+        """The reason why a rank's own gradients are hidden, and a cure; None if `grad_leaves` have them."""
+        return "whose engine does not say if its grad_leaves have a rank's own gradient; give it why_no_local_grad()"
 
     def finish(self) -> None:
         """Called after the last backward: reduces the rest, so that gradients are final, and restores the wrappers."""

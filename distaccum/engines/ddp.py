@@ -23,19 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from ..adapter import Prepared
 from ..doors import opened
 from ..law import DistaccumError, Plan, shorten
 from ..norms import names_of
-from ..private import version_of, zero_all
+from ..private import version_of
 from ..ranks import in_contact
 from .averaging import average, averaged
 from .base import GRAD, Engine, Roots, Sync, refuse_to_look, why_tensor_parallel
 from .private import ddp as private
 
 PARTS = "over tensor-parallel modules, whose parts it shows as plain tensors"
-Stamp = tuple[Tensor | None, int]  # a gradient, and how often it was written to
+# A gradient, and how often it was written to.
+Stamp = tuple[Tensor | None, int]
 
 
 @final
@@ -67,11 +69,14 @@ class DDPEngine(Engine):
         self._left_out = [(name, parameter) for name, parameter in named if id(parameter) not in self._replicated_ids]
         self._shows_parts = any(map(private.was_tensor_parallel, (parameter for _, parameter in named)))
         self._refuse_dtensors()
-        # Gradients that are cleared in place: set to None, bucket views would no longer save memory. If DDP looks for
+        # Their gradients are cleared in place: set to None, bucket views would no longer save memory. If DDP looks for
         # unused parameters, a zero would count as a gradient in the next window.
-        as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]
-        self._views = {id(p) for wrapper in as_views for p in self._covered[wrapper].values()}
-        # By parameter id: the gradients that were cleared in place, which count as None.
+        self._views = [p for w in self.wrappers if w.gradient_as_bucket_view for p in self._covered[w].values()]
+        if any(wrapper.find_unused_parameters for wrapper in self.wrappers):
+            self._views = []
+        # It never steps: torch clears in one kernel where an optimizer says foreach.
+        self._clearing = SGD(self._views, foreach=True) if self._views else None
+        # The gradients that were cleared in place, which count as None, by the ids of their parameters.
         self._zeroed: dict[int, Stamp] = {}
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
         self._graph_is_torn = False
@@ -101,6 +106,12 @@ class DDPEngine(Engine):
         # If DDP saw the graph under another Accumulator, its next forward after a reduction would lay the buckets out
         # together with all ranks, and a rank may have no next forward.
         self._unseen_graphs = [wrapper for wrapper in self._unseen_graphs if not _shared(wrapper).has_seen_graph]
+        not_searching = [covered for wrapper, covered in self._covered.items() if not wrapper.find_unused_parameters]
+        if frozen := [name for covered in not_searching for name, p in covered.items() if not p.requires_grad]:
+            raise DistaccumError(
+                f"{shorten(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and "
+                "leaves ranks apart; freeze first and wrap then, or pass find_unused_parameters=True to DDP"
+            )
         if trained := [name for name, parameter in self._left_out if parameter.requires_grad]:
             raise DistaccumError(
                 f"{shorten(trained)} is trained but was frozen or absent when DDP wrapped the model, or is in "
@@ -129,13 +140,13 @@ class DDPEngine(Engine):
         self._reduces = whole and not plan.some_rank_is_dry and not not_here
         if not self._reduces:
             self._by_hand += self._own
-            if self._zeroed:  # a zeroed view of a bucket would look like the gradient of a parameter that took part
-                for parameter in self._by_hand:
-                    parameter.grad = None
+            if self._zeroed:
+                # A zeroed view of a bucket would look like the gradient of a parameter that took part.
+                super().clear(self._by_hand)
         for wrapper in self.wrappers:
             shared = _shared(wrapper)
             if not shared.takers:
-                shared.found = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+                shared.flags = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
             shared.takers.append(self)
             wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
             if wrapper not in self._unseen_graphs:
@@ -165,8 +176,9 @@ class DDPEngine(Engine):
         before = [self._stamps(wrapper) for wrapper in self._unseen_graphs]
         self._armed, self._graph_is_torn = self._unseen_graphs, True
         self.run_backward(tuple(losses), tuple(seeds))
+        # It may have been the backward of another part, or of another model.
         pairs = zip(self._unseen_graphs, before, strict=True)
-        unseen = [one for one, stamps in pairs if not self._has_reduced(one, stamps)]  # another part's, or model's
+        unseen = [wrapper for wrapper, stamps in pairs if not self._has_reduced(wrapper, stamps)]
         for wrapper in self._unseen_graphs:
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = wrapper in unseen, False
             _shared(wrapper).has_seen_graph = wrapper not in unseen
@@ -200,7 +212,8 @@ class DDPEngine(Engine):
     def _settle(self, before: Sequence[list[Stamp]]) -> None:
         for wrapper, stamps in zip(self.wrappers, before, strict=True):
             if wrapper not in self._armed:
-                continue  # all its parameters are frozen
+                continue
+            # None of its parameters was in this backward, which was another part's, or another model's.
             is_absent = wrapper not in self._searching and not self._has_reduced(wrapper, stamps)
             try:
                 # Otherwise a missing gradient would let ranks diverge silently until the next window.
@@ -213,15 +226,16 @@ class DDPEngine(Engine):
                     f"{shorten(missing)} took no part in the last backward of the window (or an early one, "
                     "sync='every'), which is the one that reduces, so DDP did not reduce it; pass "
                     "find_unused_parameters=True to DDP (parameters that a micro-batch leaves out are then exact), or "
-                    "use all of them in each micro-batch; one that was frozen after DDP wrapped the model: freeze "
-                    "first and wrap then"
+                    "use all of them in each micro-batch"
                 ) from error
             shared = _shared(wrapper)
             if is_absent or shared.is_laid_out:
-                private.disarm(wrapper)  # otherwise it would lay its buckets out again
-            elif wrapper not in self._searching:  # a searching one keeps the buckets that it began with
+                # Otherwise it would lay its buckets out again.
+                private.disarm(wrapper)
+            elif wrapper not in self._searching:
+                # A searching one keeps the buckets that it began with.
                 shared.is_laid_out = False
-            if is_absent:  # none of its parameters was in this backward (which was another part's, or model's)
+            if is_absent:
                 self._by_hand += self._covered[wrapper].values()
         self._armed = []
 
@@ -248,7 +262,7 @@ class DDPEngine(Engine):
             if self in shared.takers:
                 shared.takers.remove(self)
                 if not shared.takers:
-                    wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = shared.found
+                    wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = shared.flags
         self._armed, self._by_hand = [], []
 
     def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
@@ -258,17 +272,15 @@ class DDPEngine(Engine):
         self._release()
         for wrapper in self.wrappers:
             shared = _shared(wrapper)
-            if shared.is_laid_out is False:  # now that all ranks are here, not when the next window begins
-                views = [p for p in self._covered[wrapper].values() if id(p) in self._views]
+            if shared.is_laid_out is False:
+                # All ranks are here now, and may not be when the next window begins.
+                views = self._covered[wrapper].values() if self._views else ()
                 with in_contact():
                     shared.is_laid_out = private.rebuild_buckets(wrapper, views)
-        zeroed = [p for p in parameters if id(p) in self._views and p.grad is not None] if self._views else []
-        if zeroed:
-            zero_all([parameter.grad for parameter in zeroed if parameter.grad is not None])
-        self._zeroed = {id(parameter): _stamp(parameter) for parameter in zeroed}
-        for parameter in parameters:
-            if id(parameter) not in self._zeroed:
-                parameter.grad = None
+        if self._clearing is not None:
+            self._clearing.zero_grad(set_to_none=False)
+        self._zeroed = {id(parameter): _stamp(parameter) for parameter in self._views if parameter.grad is not None}
+        super().clear([p for p in parameters if id(p) not in self._zeroed] if self._zeroed else parameters)
 
     def _is_zeroed(self, parameter: nn.Parameter) -> bool:
         gradient, version = self._zeroed.get(id(parameter), (None, 0))
@@ -283,12 +295,16 @@ class DDPEngine(Engine):
 
 @dataclass
 class _Shared:
-    """State that all Accumulators of a wrapper share while its forwards do not arm the reduction."""
+    """State that all Accumulators of a wrapper share while its forwards do not arm the reduction.
 
-    takers: list[DDPEngine] = field(default_factory=list)  # engines with an open window on it
-    found: tuple[bool, bool] = (True, True)  # its flags before the first of these windows
-    is_laid_out: bool | None = None  # its buckets have their final layout; None: it has not reduced yet
-    has_seen_graph: bool = False  # its static graph, in a backward of one of these windows
+    `takers` are the engines with an open window on it, and `flags` its own before the first of these. `is_laid_out`:
+    its buckets have their final layout (None: it has not reduced yet). `has_seen_graph`: DDP knows its static graph.
+    """
+
+    takers: list[DDPEngine] = field(default_factory=list)
+    flags: tuple[bool, bool] = (True, True)
+    is_laid_out: bool | None = None
+    has_seen_graph: bool = False
 
 
 _SHARED: weakref.WeakKeyDictionary[DistributedDataParallel, _Shared] = weakref.WeakKeyDictionary()

@@ -42,54 +42,59 @@ class FullyShardEngine(Engine):
         return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        self._modules: list[Any] = [one for model in models for one in model.modules() if self.wraps(one)]
+        self._modules: list[Any] = [module for model in models for module in model.modules() if self.wraps(module)]
         self._states = list(dict.fromkeys(map(private.state_of, self._modules)))
-        self._pairs = [(state, group) for state in self._states for group in private.groups_of(state)]
-        self._groups = [group for _, group in self._pairs]
+        self._groups = [group for state in self._states for group in private.groups_of(state)]
         if not self._groups:
             raise ValueError("fully_shard was called on modules without parameters; call it on those that have some")
-        self._every = [p for group in self._groups for p in group.fsdp_params]  # FSDP2's own kind of parameter
+        # FSDP2's own kind of parameter, which holds the shard and what is gathered of it.
+        self._every = [parameter for group in self._groups for parameter in group.fsdp_params]
         if sparse := [name for name, weight in sparse_embeddings(models).items() if weight.requires_grad]:
             raise ValueError(
                 f"the embedding {shorten(sparse)} has sparse gradients, which FSDP2 cannot reduce; give it sparse=False"
             )
         if all(map(private.is_sharded, self._groups)):
-            self.policies = ("last", "every", "gathered")
-            if all(map(private.is_hybrid, self._groups)):
-                self.policies += ("replicas",)
-        over: dict[tuple[int, ...], list[Any]] = {}  # the groups by the ranks over which they reduce
-        for one in self._groups:
-            # Its mesh has no tensor-parallel dimension.
-            over.setdefault(tuple(sorted(one.mesh_info.mesh.mesh.flatten().tolist())), []).append(one)
+            is_hybrid = all(map(private.is_hybrid, self._groups))
+            self.policies = ("last", "every", "gathered", *(("replicas",) if is_hybrid else ()))
+        # The groups by the ranks over which they reduce: their meshes have no tensor-parallel dimension.
+        over: dict[tuple[int, ...], list[Any]] = {}
+        for group in self._groups:
+            over.setdefault(tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist())), []).append(group)
         ranks = max(over, key=len)
         if len(over) > 1:
             opened("refuse_other_meshes")(over, ranks)
         mesh = over[ranks][0].mesh_info.mesh
-        group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD  # of its shards and replicas
+        peers: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         if mesh.ndim > 1 and len(ranks) < dist.get_world_size():
-            group = own_group(group, ranks, backend=None)
-        own = [p.sharded_param for p in self._every]
-        if any(p.device_mesh.size() > len(ranks) for p in own if hasattr(p, "to_local")):
-            group = opened("peers_of")(own, group)
-        super().__init__(models, sync, group)
-        self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
+            peers = own_group(peers, ranks, backend=None)
+        shards = [parameter.sharded_param for parameter in self._every]
+        if any(shard.device_mesh.size() > len(ranks) for shard in shards if hasattr(shard, "to_local")):
+            peers = opened("peers_of")(shards, peers)
+        super().__init__(models, sync, peers)
+        # In a window every reduction sums, whatever set_gradient_divide_factor says.
+        self.divisor = 1
         self.read_grad = self._read_grad
-        self._policy = sync  # of the current window
-        self._reshards: list[bool] = []  # each group's reshard_after_backward before the current window
-        self._undo = ExitStack()  # restores flags after the current window
+        # The policy of the current window, which keeps gradients whole if it must not fail within a backward.
+        self._policy = sync
+        # Each group's reshard_after_backward, and what restores all flags after the window.
+        self._reshards: list[bool] = []
+        self._undo = ExitStack()
         self._by_hand: list[nn.Parameter] = []
-        self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
+        # Finds DTensors outside of fully_shard that are cut over data-parallel ranks.
+        self._experts: Any = None
         parts = self._cut_over_ranks(self._outside(self.parameters()))
-        parts += [p.sharded_param for few in over if few != ranks for one in over[few] for p in one.fsdp_params]
+        parts += [p.sharded_param for few in over if few != ranks for group in over[few] for p in group.fsdp_params]
         self._has_parts = bool(parts)
         if parts:
             opened("leave_out_gathered")(self, parts)
-        self._reduces = True  # in backward; otherwise after the last one
+        self._reduces = True
         self._stands_in = False
-        self._unused: list[Any] = []  # those of _every without a gradient in this window, on this rank
+        # Those of _every without a gradient in this window, on this rank.
+        self._unused: list[Any] = []
         # Those that FSDP2 leaves out of a reduction on a rank that did not use them, and in which reductions: a hash.
         self._used_in: dict[Any, int] = {}
-        self._shown: dict[int, Any] = {}  # _every, by the id of the tensor that modules show instead
+        # _every, by the id of the tensor that modules show instead.
+        self._shown: dict[int, Any] = {}
         trained = [(group, p) for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
         low = [private.name_of(p) for group, p in trained if private.adds_up_in(group, p) in HALF]
         if low and sync != "every" and self.peers.rank == 0:
@@ -99,13 +104,15 @@ class FullyShardEngine(Engine):
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        others = {id(one) for p in self._every for one in private.shown_for(p)}  # no optimizer has these
+        # No optimizer has what modules show instead of the shards.
+        instead = {id(shown) for p in self._every for shown in private.shown_for(p)}
         every = [*super().parameters(), *(p.sharded_param for p in self._every)]
-        return unique(p for p in every if id(p) not in others)
+        return unique(p for p in every if id(p) not in instead)
 
     def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        own = {id(p.sharded_param) for p in self._every}  # looked up anew: model.to() replaces them
-        return [parameter for parameter in parameters if id(parameter) not in own]
+        # The shards are looked up anew, since model.to() replaces them.
+        shards = {id(p.sharded_param) for p in self._every}
+        return [parameter for parameter in parameters if id(parameter) not in shards]
 
     def _cut_over_ranks(self, outside: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         if self._experts is None and any(hasattr(p, "to_local") for p in outside):
@@ -116,7 +123,8 @@ class FullyShardEngine(Engine):
         super().check(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
         self._policy = "gathered" if plan.reduce_afterwards and "gathered" in self.policies else self.sync
-        communicates = len(self._groups) > 1 or self._has_parts  # within forward and backward, besides the root
+        # Modules besides the root communicate within forward and backward.
+        communicates = len(self._groups) > 1 or self._has_parts
         if self._policy != "gathered" and communicates and self.peers.num_ranks > 1:
             refuse_left_out_terms(plan, ", use sync='gathered', or wrap only the root with fully_shard")
         for group in self._groups:
@@ -132,15 +140,17 @@ class FullyShardEngine(Engine):
         return super().num_micro_steps(plan)
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self.show_parameters()  # weights may have changed since they were gathered
+        # Weights may have changed since they were gathered.
+        self.show_parameters()
         self._by_hand = averaged(self, self._outside(parameters))
-        self._cut_over_ranks(self._by_hand)  # including a loss's own
+        # A loss may have brought more experts.
+        self._cut_over_ranks(self._by_hand)
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         whole = plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
         self._reduces = whole and not plan.reduce_afterwards
         self._reshards = [group.reshard_after_backward for group in self._groups]
-        for state, group in self._pairs:
-            self._undo.callback(private.flags_of(state, group))
+        self._undo.callback(private.flags_of(self._states))
+        for group in self._groups:
             private.only_sum(group)
             private.reduce_unused(group)
             if self._policy == "gathered":
@@ -172,7 +182,7 @@ class FullyShardEngine(Engine):
                 self._note_used()
                 absent = {p for p in (*self._unused, *self._used_in) if private.standing_gradient(p) is None}
                 for leaf in [leaf for p in absent if (leaf := private.gathered_of(p)) is not None]:
-                    hooks.callback(leaf.register_post_accumulate_grad_hook(lambda one: seen.add(id(one))).remove)
+                    hooks.callback(leaf.register_post_accumulate_grad_hook(lambda leaf: seen.add(id(leaf))).remove)
             self.run_backward(tuple(losses), tuple(seeds))
         if scatter:
             absent = {p for p in absent if id(private.gathered_of(p)) not in seen}
@@ -186,8 +196,9 @@ class FullyShardEngine(Engine):
             self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
 
     def _note_uses(self, absent: Collection[Any]) -> None:
+        # The hash fits into a byte.
         for parameter, uses in self._used_in.items():
-            self._used_in[parameter] = (2 * uses + (parameter not in absent)) % 251  # so that it fits into a byte
+            self._used_in[parameter] = (2 * uses + (parameter not in absent)) % 251
 
     def stand_in(self) -> None:
         self._note_used()
@@ -200,9 +211,10 @@ class FullyShardEngine(Engine):
         return [*(gathered for gathered, _ in shown if gathered is not None), *parameters]
 
     def _read_grad(self, leaf: Any) -> Tensor | None:
-        if (one := self._shown.get(id(leaf))) is not None:
-            return private.standing_gradient(one)
-        return None if hasattr(leaf, "to_local") else GRAD(leaf)  # a shard, already reduced
+        if (parameter := self._shown.get(id(leaf))) is not None:
+            return private.standing_gradient(parameter)
+        # A shard's gradient was reduced already.
+        return None if hasattr(leaf, "to_local") else GRAD(leaf)
 
     def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
         parts = [p.sharded_param for p in self._every if getattr(p, "is_dtensor", False)]
@@ -215,7 +227,8 @@ class FullyShardEngine(Engine):
         self._release()
 
     def show_parameters(self, *, in_loop: bool = False) -> None:
-        if not in_loop or self._policy != "gathered":  # resharded, this rank would gather alone in forward
+        # Resharded in a loop that gathers once, this rank would gather alone in its next forward.
+        if not in_loop or self._policy != "gathered":
             private.reshard_groups(self._groups)
 
     def _release(self) -> None:
@@ -225,7 +238,8 @@ class FullyShardEngine(Engine):
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
         private.discard_gradients(self._states)
-        self.show_parameters()  # an evaluation after the last backward gathered some, which a step outdates
+        # An evaluation after the last backward gathered some parameters, which a step outdates.
+        self.show_parameters()
         super().clear(parameters)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:

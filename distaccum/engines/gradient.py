@@ -16,8 +16,10 @@ from torch.nn.utils import get_total_norm
 from ..law import DistaccumError
 from ..norms import HALF, local, multiply, number_of, widest
 
-Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; empty: each rank has the whole
-EPSILON = 1e-6  # added to the norm in clipping, as in torch
+# The groups over which a tensor is cut; empty: each rank has the whole.
+Groups = tuple[dist.ProcessGroup, ...]
+# Added to the norm in clipping, as in torch.
+EPSILON = 1e-6
 
 
 @final

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cutting import count_samples, cut_batch
 from ..engines.base import Engine
-from ..law import DistaccumError, shorten
+from ..law import DistaccumError
 from . import private
 from .ranks import on_mesh
 
@@ -40,7 +40,7 @@ class Pipeline:
     """The schedule, and the stages of the model on this rank."""
 
     def __init__(self, models: Sequence[Any]) -> None:
-        schedule = next(one for one in models if not isinstance(one, nn.Module))
+        schedule = next(model for model in models if not isinstance(model, nn.Module))
         name = type(schedule).__name__
         if len(models) > 1:
             raise ValueError(
@@ -58,7 +58,6 @@ class Pipeline:
             raise ValueError(f"the {name} has no loss_fn, so it runs no backward; give it one on every rank")
         self.modules: list[nn.Module] = [stage.submod for stage in self._stages]
         self.group: Any = self._stages[0].group or torch.distributed.group.WORLD
-        self.device = self._stages[0].device
         self.splits_backward = private.splits_backward(schedule)
         self.is_sharded = any(map(_is_sharded, self.modules))
         inside = any(_is_sharded(one) for module in self.modules for one in module.modules())
@@ -67,13 +66,20 @@ class Pipeline:
                 f"fully_shard was called on a module inside of a stage of the {name} and not on the stage's own, which "
                 "is where the schedule postpones the reduction; call it on the stage's module too"
             )
+        if inside and self.splits_backward:
+            raise ValueError(
+                f"stages under fully_shard with a {name}, which runs backward for inputs and for weights apart: torch "
+                "gives weights that are parts again after forward no gradient then; use Schedule1F1B or "
+                "ScheduleInterleaved1F1B, or DistributedDataParallel"
+            )
         if self.is_sharded and not private.postpones_reduction(schedule):
             raise ValueError(
                 f"a stage of the {name} is under fully_shard, whose gradients this version of torch reduces in each "
                 "call of the schedule; use torch 2.15, or DistributedDataParallel"
             )
         self._options = {"finalize_gradients": False} if self.is_sharded else {}
-        self._length: int | None = None  # samples in each micro-batch
+        # The samples in each micro-batch, once a call has fixed them.
+        self._length: int | None = None
 
     def join(self, engine: Engine) -> None:
         """Turns `engine` into one for stages: nothing is reduced before the window's end."""
@@ -89,13 +95,6 @@ class Pipeline:
         on_mesh(engine).add_stages(self.group)
         if self.splits_backward:
             self._refuse_frozen_beginning(engine)
-            # Torch looks for weights among the parameters that a stage shows after forward.
-            if self.is_sharded and (lost := private.resharded_in(self.modules)):
-                raise ValueError(
-                    f"{shorten(lost)} are parts again after forward, and the {type(self._schedule).__name__} runs "
-                    "backward for inputs and for weights apart, which gives them no gradient then; call fully_shard "
-                    "with reshard_after_forward=False on each module of the stage, or use whole backwards (1F1B)"
-                )
 
     def _refuse_frozen_beginning(self, engine: Engine) -> None:
         """Raises if the first stage is frozen: a stage whose inputs need no gradient then gets none for its weights."""
@@ -152,7 +151,8 @@ class Pipeline:
         is_first = any(stage.is_first for stage in self._stages)
         try:
             for stage in self._stages:
-                if isinstance(stage.submod, DistributedDataParallel):  # the schedule would make it reduce
+                # The schedule would make DDP reduce.
+                if isinstance(stage.submod, DistributedDataParallel):
                     stage.submod = stage.submod.module
             with private.weighing(self._schedule, partial(_weigh_chunk, window)):
                 return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)

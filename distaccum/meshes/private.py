@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines.private import fsdp2
 from ..private import replaced, require
 
 # From a chunk's number, and a function that computes its loss, to the weighted loss; None if nothing in it counts.
@@ -49,28 +48,13 @@ def splits_backward(schedule: Any) -> bool:
     return any(action.computation_type.value == "W" for action in actions)
 
 
-def resharded_in(stages: Sequence[Any]) -> list[str]:
-    """Names of the trained parameters that are resharded between a forward of `stages` and its backward."""
-    roots = list(map(fsdp2.state_of, stages))
-    inside = [fsdp2.state_of(one) for stage in stages for one in stage.modules() if hasattr(one, "_get_fsdp_state")]
-    return [
-        fsdp2.name_of(parameter)
-        for state in dict.fromkeys(inside)
-        # The root's first forward sets it not to reshard.
-        if not (state in roots and state._is_root is None and state._auto_reshard_after_forward)
-        for group in fsdp2.groups_of(state)
-        if group.post_forward_mesh_info is not None
-        for parameter in group.fsdp_params
-        if parameter.sharded_param.requires_grad
-    ]
-
-
 @contextmanager
 def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
     """For the block, passes the schedule's losses through `weigh`, except in its trial run, which finds out shapes."""
     require("torch", schedule, "_loss_fn", "_maybe_compute_loss")
     loss_fn, compute = schedule._loss_fn, schedule._maybe_compute_loss
-    at: list[int] = []  # the chunk whose loss is being computed; empty in the trial run
+    # The chunk whose loss is being computed; empty in the trial run.
+    at: list[int] = []
 
     def loss_of(output: Any, *target: Any, **options: Any) -> Any:
         if at:

@@ -61,7 +61,7 @@ class MeshPeers(Peers):
     def add_stages(self, group: dist.ProcessGroup) -> None:
         """Declares that the ranks of `group` hold other stages of the model, for the same samples."""
         if self.group is None:
-            return  # a schedule on one rank alone
+            return
         self.stages = (group,)
         column = dist.get_process_group_ranks(group)
         of_stages: list[Any] = [None] * len(column)
@@ -72,18 +72,20 @@ class MeshPeers(Peers):
 
     def report_of(self, report: RankReport) -> Reports:
         """Lets one rank alone add up the samples that it shares; the numbers of ranks that say the same add up to 0."""
-        found, sharing = super().report_of(report), self.sharing[self.rank]
+        reports, sharing = super().report_of(report), self.sharing[self.rank]
         if self.shares_samples:
-            found = found._replace(apart=_told([getattr(report, name) for name in ALIKE], sharing, self.global_rank))
+            reports = reports._replace(
+                apart=_told([getattr(report, name) for name in ALIKE], sharing, self.global_rank)
+            )
             if self.global_rank != sharing[0]:
-                found = found._replace(num_micro_batches=0, totals=(0.0,) * len(report.totals))
+                reports = reports._replace(num_micro_batches=0, totals=(0.0,) * len(report.totals))
         for ranks in self.parts if self.has_parts else ():
             if self.rank in ranks:
-                found = found._replace(
-                    apart=found.apart + _told(report.num_drawn, ranks, self.rank),
+                reports = reports._replace(
+                    apart=reports.apart + _told(report.num_drawn, ranks, self.rank),
                     unlike=_told((report.fingerprint, report.totals), ranks, self.rank),
                 )
-        return found
+        return reports
 
     def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
         # If one batch was cut too little, all are.
@@ -122,8 +124,8 @@ def _fingerprint(micro_batches: Sequence[Any], *, ahead: bool) -> int:
     first = micro_batches[:1]
     if ahead:
         refuse_to_wait(first)
-    found = [one.detach() for _, one in tensors_in(first) if not hasattr(one, "to_local")]
-    dense = [one for one in found if one.layout is torch.strided and not one.is_nested and one.numel()]
+    tensors = [one.detach() for _, one in tensors_in(first) if not hasattr(one, "to_local")]
+    dense = [one for one in tensors if one.layout is torch.strided and not one.is_nested and one.numel()]
     some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
     values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []
     return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
@@ -136,7 +138,8 @@ def _told(said: object, ranks: Sequence[int], rank: int) -> int:
 
 
 def _counts_tokens(counts: Iterable[Any]) -> bool:
-    return any(isinstance(one, TokenCount) for one in counts)  # the caller's own count may count this rank's part alone
+    # The caller's own count may count this rank's part alone.
+    return any(isinstance(one, TokenCount) for one in counts)
 
 
 def _refuse_unlike(ranks: Sequence[int], reports: Sequence[RankReport]) -> None:

@@ -24,14 +24,15 @@ def peers_of(parameters: Iterable[Any], group: dist.ProcessGroup) -> MeshPeers:
     Those lie along the dimensions of the parameters' meshes that hold no other rank of `group`.
     """
     data = dist.get_process_group_ranks(group)
-    found = [[rank] for rank in data]
+    sharing = [[rank] for rank in data]
     for mesh in {id(mesh): mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None}.values():
         beside = mesh.get_coordinate() and [i for i in range(mesh.ndim) if i not in meeting(mesh, data)]
         places = [(mesh.mesh == rank).nonzero().tolist() for rank in data]
-        if beside and all(places):  # not a mesh of only some, such as the tensor-parallel ranks alone
+        # A mesh of only some, such as the tensor-parallel ranks alone, says nothing.
+        if beside and all(places):
             sets = [_ranks_from(place, mesh, beside) for (place,) in places]
-            found = sets if len(sets[0]) > len(found[0]) else found
-    return MeshPeers(group, found)
+            sharing = max(sharing, sets, key=lambda sets: len(sets[0]))
+    return MeshPeers(group, sharing)
 
 
 def meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
@@ -42,8 +43,8 @@ def meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
 
 def _ranks_from(place: Sequence[int], mesh: Any, dimensions: Collection[int]) -> list[int]:
     """The ranks that lie along these dimensions of a mesh, from a place in it."""
-    found = mesh.mesh[tuple(slice(None) if i in dimensions else at for i, at in enumerate(place))]
-    ranks: list[int] = found.flatten().tolist()
+    along = tuple(slice(None) if i in dimensions else at for i, at in enumerate(place))
+    ranks: list[int] = mesh.mesh[along].flatten().tolist()
     return ranks
 
 
@@ -150,7 +151,8 @@ class Experts:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._group = engine, cast("dist.ProcessGroup", engine.peers.group)
         self._ranks = dist.get_process_group_ranks(self._group)
-        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # by the ranks of the cut
+        # The groups that hold the same part, by the ranks of the cut.
+        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def find(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns those of `parameters` that are cut over data-parallel ranks, so that each has a part of its own.
@@ -158,7 +160,7 @@ class Experts:
         Raises if a DTensor lies over these ranks in another way: its gradient could cover this rank's samples, or all
         ranks'.
         """
-        found = []
+        experts = []
         for parameter in parameters:
             ranks, placements = lies_over(parameter, self._group)
             if any(one.is_replicate() or one.is_partial() for one in placements):
@@ -170,10 +172,10 @@ class Experts:
                     "plain tensor on each of them"
                 )
             if ranks:
-                found.append(parameter)
+                experts.append(parameter)
                 if (cut := tuple(ranks)) not in self._copies:
                     self._copies[cut] = None if sorted(cut) == sorted(self._ranks) else self._find_copies(cut)
-        return found
+        return experts
 
     def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         return self._copies.get(tuple(lies_over(parameter, self._group)[0]), self._group)

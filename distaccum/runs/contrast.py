@@ -16,7 +16,7 @@ from ..feed import cut_up
 from ..job import Job, Manner
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
-from ..norms import HALF, leaves
+from ..norms import HALF
 from ..planner import Planner
 from ..ranks import Peers, in_contact
 from ..update import Update
@@ -231,13 +231,25 @@ def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]
 
 def _refuse_others(loss: Tensor, known: set[int]) -> None:
     """Raises if the loss depends on tensors that would silently get no gradient."""
-    for of, variable in leaves([loss]).items():
-        if of not in known:
+    for variable in _leaves_of(loss):
+        if id(variable) not in known:
             raise DistaccumError(
                 f"loss_fn depends on a tensor of shape {list(variable.shape)} that requires a gradient and is no "
                 "parameter of the model or the optimizer as they hold it; give it to the optimizer, use what FSDP "
                 "wraps in encode() alone (of a sharded parameter, .full_tensor() may be used), or detach() it"
             )
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors to whose gradients a backward from the loss adds."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                yield variable
+            waiting += [following for following, _ in node.next_functions]
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

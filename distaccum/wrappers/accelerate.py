@@ -116,11 +116,9 @@ class _AtWork:
 def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:
     """Warns that a schedule made for Accelerate is too long here."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    by_process = any(
-        one.step_with_optimizer and not one.split_batches
-        for one in prepared
-        if not isinstance(one, DeepSpeedSchedulerWrapper)  # DeepSpeed's engine steps it once per update
-    )
+    # DeepSpeed's engine steps its own once per update.
+    theirs = [schedule for schedule in prepared if not isinstance(schedule, DeepSpeedSchedulerWrapper)]
+    by_process = any(schedule.step_with_optimizer and not schedule.split_batches for schedule in theirs)
     if by_process and processes > 1 and dist.get_rank() == 0:
         warn(
             f"Accelerate steps a prepared schedule {processes} times per update, once per process, and window.step() "

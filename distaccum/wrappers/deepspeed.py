@@ -69,7 +69,8 @@ class DeepSpeedEngine(Engine):
         if self._stage < 2:
             self.policies = ("last",)
         super().__init__(models, sync, engine.data_parallel_group or dist.group.WORLD)
-        if not engine.gradient_average:  # "gradient_allreduce_op": "sum"
+        if not engine.gradient_average:
+            # Its config says "gradient_allreduce_op": "sum".
             self.divisor = 1
         self.lockstep = self._stage == 3 or self._form == "each"
         self.owns = frozenset(("step", "sums", "stages", "dtype", *(("parameters",) if self._stage == 3 else ())))
@@ -78,9 +79,11 @@ class DeepSpeedEngine(Engine):
         self._judges = self._scales or not isinstance(engine.optimizer, Optimizer)
         self.run_backward = lambda losses, _: engine.backward(losses[0])
         self._context = ExitStack()
-        self._holds = False  # it holds gradients of a window that was not stepped
+        # It holds gradients of a window that was not stepped.
+        self._holds = False
         self._step_id: int | None = None
-        self._guards = ExitStack()  # against steps by the caller in mid-window
+        # Against steps by the caller in mid-window.
+        self._guards = ExitStack()
         weakref.finalize(self, self._guards.close)
 
     def _own_optimizers(self) -> list[Any]:
@@ -89,11 +92,11 @@ class DeepSpeedEngine(Engine):
         return [self._optimizer, inner, self._deepspeed.basic_optimizer, self._deepspeed.client_optimizer]
 
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
-        for one in given.optimizers:
-            if not any(one is other for other in self._own_optimizers()):
+        for optimizer in given.optimizers:
+            if not any(optimizer is own for own in self._own_optimizers()):
                 raise ValueError(
-                    f"optimizer is a {type(one).__name__} that the DeepSpeed engine does not own; pass the one that "
-                    "deepspeed.initialize returned, or leave it out: window.step() steps the engine"
+                    f"optimizer is a {type(optimizer).__name__} that the DeepSpeed engine does not own; pass the one "
+                    "that deepspeed.initialize returned, or leave it out: window.step() steps the engine"
                 )
         if given.scaler is not None:
             raise ValueError(f"scaler with {self.name}, which scales losses itself; leave it out")
@@ -114,7 +117,8 @@ class DeepSpeedEngine(Engine):
                 f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite "
                 f"{is_blind}, or say 'ignore'"
             )
-        given.optimizers = []  # the engine steps, and its schedule too
+        # The engine steps, and its schedule too.
+        given.optimizers = []
         given.schedulers = [one for one in given.schedulers if one is not self._deepspeed.lr_scheduler]
 
     def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
@@ -129,17 +133,19 @@ class DeepSpeedEngine(Engine):
             refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
-        return super().num_micro_steps(plan)[0], 0  # DeepSpeed takes only the last for a boundary
+        # DeepSpeed takes only the last for a boundary.
+        return super().num_micro_steps(plan)[0], 0
 
     def will_reduce(self, reduce: bool) -> bool:
         return self._form == "each"
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        for one in (self._deepspeed, *self._own_optimizers()):
-            if isinstance(one, Optimizer):  # a scheduler may have replaced its step
-                self._guards.callback(one.register_step_pre_hook(_refuse_step).remove)
-            elif one is self._deepspeed or one is self._optimizer:
-                self._guards.enter_context(replaced(one, step=_refuse_step))
+        for owner in (self._deepspeed, *self._own_optimizers()):
+            if isinstance(owner, Optimizer):
+                # A scheduler may have replaced its step.
+                self._guards.callback(owner.register_step_pre_hook(_refuse_step).remove)
+            elif owner is self._deepspeed or owner is self._optimizer:
+                self._guards.enter_context(replaced(owner, step=_refuse_step))
         self._holds, self._step_id = True, None
         if self.lockstep:
             for partition in private.kept_partitions(self._optimizer):
@@ -150,7 +156,8 @@ class DeepSpeedEngine(Engine):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         engine = self._deepspeed
         if self._form == "each" and self._stage == 3:
-            step_id = self._optimizer.micro_step_id  # each forward changes it
+            # Each forward changes it.
+            step_id = self._optimizer.micro_step_id
             if step_id == self._step_id:
                 raise DistaccumError(
                     "a second backward without a forward before it: ZeRO stage 3 would keep only the last one's "
@@ -164,7 +171,8 @@ class DeepSpeedEngine(Engine):
             if self._is_managed:
                 engine.set_gradient_accumulation_boundary(reduce and not self._offloads)
             if self._stage == 2 and self.peers.num_ranks > 1:
-                loss.register_hook(self._refuse_another_use)  # runs in backward, before anything is reduced
+                # The hook runs in backward, before anything is reduced.
+                loss.register_hook(self._refuse_another_use)
         with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
             self.run_backward([loss], [])
 
@@ -194,14 +202,16 @@ class DeepSpeedEngine(Engine):
     def finish(self) -> None:
         if not self.lockstep:
             private.give_all_a_gradient(self._optimizer, self.parameters(), sets_up=self._form == "no_sync")
-        if self._form == "each" and self._offloads and self._is_managed:  # an unmanaged engine does so in step()
+        # An unmanaged engine does so in step().
+        if self._form == "each" and self._offloads and self._is_managed:
             self._optimizer.finalize_gradient_accumulation_boundary()
             self._deepspeed.set_gradient_accumulation_boundary(True)
         if self._form == "no_sync":
             private.set_boundary(self._deepspeed, True)
             self._deepspeed.allreduce_gradients()
         self._context.close()
-        private.set_boundary(self._deepspeed, None)  # each step() ends a window
+        # Each step() ends a window.
+        private.set_boundary(self._deepspeed, None)
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         private.set_boundary(self._deepspeed, None)
@@ -222,7 +232,8 @@ class DeepSpeedEngine(Engine):
         # An unmanaged engine would reduce again in step.
         with replaced(engine, enable_backward_allreduce=self._form != "no_sync"):
             engine.step()
-        self._holds = not engine.was_step_applied()  # a skipped step leaves gradients in some places
+        # A skipped step leaves gradients in some places.
+        self._holds = not engine.was_step_applied()
         if self._judges:
             norm = engine.get_global_grad_norm()
             gradient.taken = torch.as_tensor(float("nan") if norm is None else norm)

@@ -52,7 +52,7 @@ class FSDPEngine(Engine):
                     f"{names_of(self.models)[id(parameter)]} is a DTensor outside of FSDP1, whose norm "
                     "does not count it as a part; use fully_shard, which does"
                 )
-        self._found: list[bool] = []
+        self._flags: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
 
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
@@ -69,7 +69,7 @@ class FSDPEngine(Engine):
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self._by_hand = averaged(self, self._outside(parameters))
-        self._found = [private.reduces(wrapper) for wrapper in self._wrappers]
+        self._flags = [private.reduces(wrapper) for wrapper in self._wrappers]
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         private.set_reduces(self._wrappers, [reduce] * len(self._wrappers))
@@ -87,8 +87,8 @@ class FSDPEngine(Engine):
         self._release()
 
     def _release(self) -> None:
-        private.set_reduces(self._wrappers, self._found)
-        self._found, self._by_hand = [], []
+        private.set_reduces(self._wrappers, self._flags)
+        self._flags, self._by_hand = [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()

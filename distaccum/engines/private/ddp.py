@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,27 +39,31 @@ def was_tensor_parallel(parameter: nn.Parameter) -> bool:
 
 
 def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that DDP reduces, in the order of its indices; it shows them in copies of its buckets alone.
+    """The parameters that DDP reduces, in the order of its indices; of them it shows but their number, if anything.
 
-    With sparse gradients torch cannot copy those: then it is the parameters that are trained now, if as many were.
+    If that is missing, a parameter that was frozen early is found when a reduction stays unfinished.
     """
+    # DDP writes a name at the root with a dot before it.
     named = {
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in wrapper.module.named_parameters()
-        if (name if "." in name else f".{name}") not in wrapper.parameters_to_ignore  # as DDP writes names at the root
+        if (name if "." in name else f".{name}") not in wrapper.parameters_to_ignore
     }
-    if sparse_embeddings([wrapper]):
-        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        wrapped = getattr(wrapper, "_get_ddp_logging_data", dict)().get("num_parameter_tensors", len(trained))
-        if wrapped != len(trained):
-            raise ValueError(
-                f"DDP wrapped {wrapped} trainable parameters and the model has {len(trained)} now, which leaves ranks "
-                "apart; freeze and unfreeze parameters before DDP wraps the model"
-            )
-        return trained
-    buckets = wrapper.reducer._get_zeros_like_grad_buckets()
-    known = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
-    return {name: parameter for name, parameter in named.items() if id(parameter) in known}
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if wrapper.find_unused_parameters and len(trained) < len(named) and not sparse_embeddings([wrapper]):
+        # Some may have been frozen since (which DDP allows here) or unfrozen (which it does not see). Copies of its
+        # buckets tell; torch cannot make one of sparse gradients.
+        buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+        known = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+        return {name: parameter for name, parameter in named.items() if id(parameter) in known}
+    logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
+    wrapped = logged.get("num_parameter_tensors", len(trained))
+    if wrapped != len(trained):
+        raise ValueError(
+            f"DDP wrapped {wrapped} trainable parameters and the model has {len(trained)} now, which leaves ranks "
+            "apart; freeze and unfreeze parameters before DDP wraps the model"
+        )
+    return trained
 
 
 def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
@@ -80,22 +84,22 @@ def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
     wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
 
-def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Parameter]) -> bool:
+def rebuild_buckets(wrapper: DistributedDataParallel, views: Iterable[nn.Parameter]) -> bool:
     """Does what DDP's next forward would: ranks agree on the buckets, once, after the first reduction.
 
     Returns whether they have agreed; a forward in mid-window may have done it.
     Gradients of `views` are no longer needed but keep the old buckets alive. So zeros that take the memory of one
     element replace them first; DDP copies these into the new buckets and replaces them in turn.
     """
-    moved = () if wrapper._has_rebuilt_buckets else views
-    zeros = {one: one.new_zeros(()).expand_as(one) for one in moved if one.grad is not None}
-    for one, zero in zeros.items():
-        one.grad = zero
+    moved = () if wrapper._has_rebuilt_buckets else [view for view in views if view.grad is not None]
+    zeros = {view: view.new_zeros(()).expand_as(view) for view in moved}
+    for view, zero in zeros.items():
+        view.grad = zero
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
-    for one, zero in zeros.items():
-        if one.grad is zero:
-            one.grad = None
+    for view, zero in zeros.items():
+        if view.grad is zero:
+            view.grad = None
     return bool(wrapper._has_rebuilt_buckets)
 
 

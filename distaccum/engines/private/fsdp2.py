@@ -35,7 +35,8 @@ def state_of(module: Any) -> Any:
 
 
 def groups_of(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
+    # There may be several from torch 2.12 on.
+    groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         require("torch", state, "_fsdp_param_group")
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -63,7 +64,8 @@ def has_all_reduce_hook(group: Any) -> bool:
 def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
     """The dtype in which gradients add up between reductions."""
     policy, shard = parameter.mp_policy, parameter.sharded_param
-    if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):  # torch 2.15: gradients are cast up after backward
+    if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
+        # From torch 2.15 on gradients are cast up after backward.
         kept = shard.grad_dtype or policy.param_dtype or shard.dtype
     else:
         kept = policy.param_dtype or shard.dtype
@@ -92,16 +94,21 @@ def reduce_unused(group: Any) -> None:
         group.reduce_scatter_unused_params = True
 
 
-def flags_of(state: Any, group: Any) -> Callable[[], None]:
-    """Returns a function that restores the flags of a group to what they are now."""
-    found = {name: getattr(group, name) for name in FLAGS if hasattr(group, name)}
-    is_initialised = state._is_root is not None
+def flags_of(states: Sequence[Any]) -> Callable[[], None]:
+    """Returns a function that restores the flags of all groups to what they are now."""
+    flags = [
+        (state, group, state._is_root is None, {name: getattr(group, name) for name in FLAGS if hasattr(group, name)})
+        for state in states
+        for group in groups_of(state)
+    ]
 
     def put_back() -> None:
-        if not is_initialised and state._is_root and state._auto_reshard_after_forward:
-            found.pop("post_forward_mesh_info", None)  # FSDP2 set it, for the root
-        for name, value in found.items():
-            setattr(group, name, value)
+        for state, group, was_unused, values in flags:
+            if was_unused and state._is_root and state._auto_reshard_after_forward:
+                # The root's first forward, in the window, has set it.
+                values.pop("post_forward_mesh_info", None)
+            for name, value in values.items():
+                setattr(group, name, value)
 
     return put_back
 
@@ -171,10 +178,11 @@ def discard_gradients(states: Sequence[Any]) -> None:
 
 def _reset_by_hand(state: Any) -> None:
     state._training_state = type(state._training_state).IDLE
-    state._modules_to_run_forward.clear()  # for several modules with one state
+    state._modules_to_run_forward.clear()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
-    if state._is_root is not None:  # the root's first forward makes it
+    # The root's first forward makes it.
+    if state._is_root is not None:
         state._comm_ctx.post_forward_order.clear()
     for group in groups_of(state):
         group._training_state = type(group._training_state).IDLE

@@ -47,7 +47,8 @@ def kept_partitions(optimizer: Any) -> Iterator[Tensor]:
     """
     if (flat := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
         yield flat
-    yield from getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # these and the next if it offloads
+    # It has these and the next if it offloads.
+    yield from getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
         yield from (group.grad for group in getattr(optimizer, name, ()) if group.grad is not None)
 
@@ -58,7 +59,8 @@ def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], *, sets_up: b
     `sets_up`: also makes the buckets that backward makes, which a rank without a micro-batch lacks.
     """
     marks = getattr(optimizer, "fp32_groups_has_gradients", None)
-    if marks is not None:  # BF16_Optimizer reduces all of its gradients, and leaves unmarked ones out of the norm
+    if marks is not None:
+        # BF16_Optimizer reduces all of its gradients, and leaves unmarked ones out of the norm.
         marks[:] = [[True] * len(group) for group in marks]
         return
     if sets_up and hasattr(optimizer, "setup_buckets"):
@@ -78,10 +80,12 @@ def discard_window(engine: Any, stage: int) -> None:
     `zero_grad` does not touch the partitions of stages 2 and 3, nor their buckets.
     """
     optimizer = engine.optimizer
-    torch.get_device_module(engine.device).synchronize()  # otherwise a running reduction would write afterwards
+    # Otherwise a running reduction would write afterwards.
+    torch.get_device_module(engine.device).synchronize()
     optimizer.zero_grad()
     if hasattr(optimizer, "reset_cpu_buffers"):
-        optimizer.reset_cpu_buffers()  # norms of offloaded gradients, and whether one overflowed
+        # It forgets norms of offloaded gradients, and whether one overflowed.
+        optimizer.reset_cpu_buffers()
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
     if stage in (1, 2):
         for name in ("averaged_gradients", "all_grad_tensors"):

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ...private import require
 
 RUNTIME = "torch.distributed.fsdp._runtime_utils"
-KEPT_SHARD = "_saved_grad_shard"  # a flat parameter's reduced gradient, until a window's last backward
+# A flat parameter's reduced gradient, until a window's last backward.
+KEPT_SHARD = "_saved_grad_shard"
 
 
 def handles_of(wrappers: Sequence[Any]) -> list[Any]:
