@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .law import DistaccumError, LostRanksError
 
-SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8"}
+SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
 FIRST = 10**9  # number of our first group, far from the caller's
 FAILED = "failed"  # name of the note that tells why a rank could not make its Accumulator
 NO_STORE = RuntimeError, ValueError, AttributeError  # or it is gone, with the rank that had it

@@ -15,13 +15,29 @@ from torch import Tensor
 
 from ..private import replaced, require
 
+SCHEDULES = "torch.distributed.pipelining.schedules"
+SINGLE, MULTI = f"{SCHEDULES}.PipelineScheduleSingle", f"{SCHEDULES}.PipelineScheduleMulti"
+# Name, what for, since which version, and what happens without it.
+NAMES = (
+    (f"{SINGLE}._stage", "the stage on this rank", "2.9", "refused"),
+    (f"{MULTI}._stages", "the stages on this rank", "2.9", "refused, unless there is one _stage"),
+    (f"{SCHEDULES}._PipelineSchedule._n_microbatches", "the number of chunks", "2.9", "refused"),
+    (f"{SCHEDULES}._PipelineSchedule._loss_fn", "weighs each chunk's loss", "2.9", "refused"),
+    (f"{SCHEDULES}._PipelineSchedule._maybe_compute_loss", "weighs each chunk's loss", "2.9", "refused"),
+    (f"{SINGLE}._stage_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
+    (f"{MULTI}._stages_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
+    ("torch.distributed.DeviceMesh._get_root_mesh", "finds dimensions that nobody claims", "2.9", "they go unseen"),
+)
 # From a chunk's number, and a function that computes its loss, to the weighted loss; None if nothing in it counts.
 WeighChunk = Callable[[int, Callable[[], Any]], Tensor | None]
 
 
 def stages_of(schedule: Any) -> list[Any]:
     """The stages on this rank."""
-    return list(getattr(schedule, "_stages", None) or [schedule._stage])
+    if stages := getattr(schedule, "_stages", None):
+        return list(stages)
+    require("torch", schedule, "_stage")
+    return [schedule._stage]
 
 
 def chunks_and_loss(schedule: Any) -> tuple[int, Any]:
@@ -37,7 +53,7 @@ def postpones_reduction(schedule: Any) -> bool:
 
 def knows_shapes(schedule: Any) -> bool:
     """True if a call has fixed the shapes that stages exchange; changing between training and eval() resets them."""
-    names = ("_stage_backward_initialized", "_stages_backward_initialized", "_stage_initialized", "_stages_initialized")
+    names = "_stage_backward_initialized", "_stages_backward_initialized"
     return any(getattr(schedule, name, False) for name in names)
 
 

@@ -5,6 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ...private import require
+
+STATE = "accelerate.state.GradientState"
+# Name, what for, since which version, and what happens without it.
+NAMES = (
+    (f"{STATE}._add_dataloader", "keeps a loader read ahead from telling so", "1.11", "it has nothing to tell"),
+    (f"{STATE}._remove_dataloader", "keeps a loader read ahead from telling so", "1.11", "it has nothing to tell"),
+    (f"{STATE}._set_sync_gradients", "leaves the Trainer's own step out", "1.11", "refused"),
+    ("accelerate.optimizer.AcceleratedOptimizer._is_overflow", "tells of a skip", "1.11", "its own last step counts"),
+    ("torch.optim.lr_scheduler._opt_called", "tells a schedule of a step", "2.9", "the schedule does not ask"),
+)
+
 # In place of a loader's `gradient_state`: its loop then tells nobody that it began or ended.
 NOWHERE = SimpleNamespace(_add_dataloader=lambda _: None, _remove_dataloader=lambda _: None)
 
@@ -22,5 +34,6 @@ def note_step(wrapper: Any, stepped: bool) -> None:
 
 def leave_out_step(wrapper: Any) -> None:
     """Makes the next `step()` of an AcceleratedOptimizer do nothing, as in a micro-step that only accumulates."""
+    require("Accelerate", wrapper.gradient_state, "_set_sync_gradients")
     wrapper.gradient_state._set_sync_gradients(False)
     note_step(wrapper, False)

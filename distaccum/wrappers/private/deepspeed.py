@@ -13,6 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+try:
+    from torch._C import _will_engine_execute_node as will_execute
+except ImportError:
+    will_execute: Any = None  # type: ignore[no-redef]
+
+ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+# Name, what for, since which version, and what happens without it.
+NAMES = (
+    ("deepspeed.runtime.engine._is_gradient_accumulation_boundary", "ends a window", "0.18", "each backward ends one"),
+    (
+        "deepspeed.runtime.base_optimizer._backward_active_depth",
+        "forgets a failed backward",
+        "0.19",
+        "nothing to forget",
+    ),
+    (f"{ZERO}._coalesce_grad_reduction", "tells whether DeepSpeed can coalesce", "0.19", "it reduces each micro-step"),
+    (f"{ZERO}._release_ipg_buffers", "frees what a backward that failed left", "0.18", "freed with the next step"),
+    ("torch._C._will_engine_execute_node", "finds ranks that use different modules", "2.9", "they go unseen"),
+)
+
 
 def why_blind(optimizer: Any) -> str | None:
     """The reason why a step would apply a non-finite gradient, with the cure; None if it skips such a gradient.
@@ -97,7 +117,7 @@ def discard_window(engine: Any, stage: int) -> None:
             optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
             optimizer.extra_large_param_to_reduce = {}
             optimizer.micro_step_id = -1
-            optimizer._release_ipg_buffers()
+            getattr(optimizer, "_release_ipg_buffers", lambda: None)()
     elif stage == 3:
         for bucket in buckets:
             bucket.params.clear()
@@ -111,7 +131,6 @@ def discard_window(engine: Any, stage: int) -> None:
 
 def is_reached(parameter: Tensor) -> bool:
     """True if the running backward reaches `parameter`, as DeepSpeed itself tests it; true if the name is missing."""
-    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
     if will_execute is None:
         return True
     with torch.enable_grad():

@@ -12,19 +12,33 @@ from typing import Any
 
 from torch import nn
 
-from ...private import replaced
+from ...private import replaced, require
 
+HOME, OPTIMIZER = "lightning_fabric.wrappers", "pytorch_lightning.core.optimizer.LightningOptimizer"
+# Name, what for, since which version, and what happens without it.
+NAMES = (
+    (f"{HOME}._FabricModule", "finds what Fabric made", "2.6", "no wrapper of Fabric's is taken off"),
+    (f"{HOME}._FabricOptimizer", "finds what Fabric made", "2.6", "no wrapper of Fabric's is taken off"),
+    (f"{HOME}._FabricModule._forward_module", "the module as the strategy wrapped it", "2.6", "refused"),
+    (f"{HOME}._FabricModule._strategy", "the strategy, with its precision and scaler", "2.6", "refused"),
+    (f"{HOME}._in_fabric_backward", "passes for Fabric's own backward", "2.6", "Fabric refuses the backward"),
+    (f"{OPTIMIZER}._on_before_step", "makes the Trainer count a step", "2.6", "it does not count"),
+    (f"{OPTIMIZER}._on_after_step", "makes the Trainer count a step", "2.6", "it does not count"),
+    ("torch.optim.lr_scheduler._opt_called", "tells a schedule of a step", "2.9", "the schedule does not ask"),
+)
 FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
 TRAINER = ("pytorch_lightning.core.optimizer", "lightning.pytorch.core.optimizer")
 
 
 def wrapped_module(wrapper: Any) -> nn.Module:
     """The module as the strategy wrapped it, such as a DistributedDataParallel; `wrapper.module` is the one inside."""
+    require("Lightning", wrapper, "_forward_module")
     module: nn.Module = wrapper._forward_module
     return module
 
 
 def strategy_of(wrapper: Any) -> Any:
+    require("Lightning", wrapper, "_strategy")
     return wrapper._strategy
 
 

@@ -10,6 +10,18 @@ import torch.distributed as dist
 
 from ...private import require
 
+FSDP, FLAT = "torch.distributed.fsdp._common_utils._FSDPState", "torch.distributed.fsdp._flat_param.FlatParameter"
+# Name, what for, since which version, and what happens without it.
+NAMES = (
+    ("torch.distributed.fsdp.FullyShardedDataParallel._sync_gradients", "postpones the reduction", "2.9", "refused"),
+    (f"{FSDP}._handle", "the flat parameter", "2.9", "refused"),
+    (f"{FSDP}._is_root", "tells whether there was a forward", "2.9", "refused"),
+    ("torch.distributed.fsdp._runtime_utils._reshard", "frees gathered parameters", "2.9", "refused"),
+    (f"{FLAT}._params", "the parameters that it is made of", "2.9", "only the flat one is known"),
+    (f"{FLAT}._param_extensions", "finds tensor-parallel parts", "2.9", "they go unseen"),
+    (f"{FLAT}._saved_grad_shard", "forgets a reduced gradient", "2.9", "there is none to forget"),
+    ("torch.distributed.fsdp._init_utils._inter_node_pg", "the ranks with the same shard", "2.9", "there are none"),
+)
 RUNTIME = "torch.distributed.fsdp._runtime_utils"
 # A flat parameter's reduced gradient, until a window's last backward.
 KEPT_SHARD = "_saved_grad_shard"
