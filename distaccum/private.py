@@ -17,6 +17,20 @@ from torch import Tensor
 
 from .law import DistaccumError, LostRanksError
 
+# Name, what for, since which version, and what happens without it; a test takes each away and sees that.
+NAMES = (
+    ("torch._foreach_norm", "norms in one kernel", "2.9", "a kernel each"),
+    ("torch._foreach_zero_", "zeros in one kernel", "2.9", "a kernel each"),
+    ("torch._foreach_mul_", "products in one kernel", "2.9", "a kernel each"),
+    ("torch.autograd.graph._engine_run_backward", "a backward without checks of shapes", "2.9", "the public call"),
+    ("torch.Tensor._version", "tells whether a tensor was written to", "2.9", "only a new tensor is noticed"),
+    ("torch.Tensor._base", "tells views, as of DDP's buckets", "2.9", "no loader's memory is watched"),
+    ("torch.distributed.ProcessGroup._device_types", "a group's timeout", "2.9", "torch's default timeout"),
+    ("torch.distributed.ProcessGroup._get_backend", "a group's timeout", "2.9", "torch's default timeout"),
+    ("torch._C._distributed_c10d.Backend.Options._timeout", "a group's timeout", "2.9", "torch's default timeout"),
+    ("torch.distributed.distributed_c10d._world", "the number of the caller's next group", "2.9", "refused"),
+    ("torch.distributed.distributed_c10d._get_default_store", "who is missing, and why", "2.9", "errors name no rank"),
+)
 SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
 FIRST = 10**9  # number of our first group, far from the caller's
 FAILED = "failed"  # name of the note that tells why a rank could not make its Accumulator
@@ -28,8 +42,9 @@ _places: Counter[tuple[str, tuple[int, ...]]] = (
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The group's timeout, which has no public getter; None, for torch's default, if unknown."""
+    backend_of: Callable[[Any], Any] = getattr(group, "_get_backend", lambda _: None)
     for device in getattr(group, "_device_types", ()):
-        options = getattr(group._get_backend(device), "options", None)
+        options = getattr(backend_of(device), "options", None)
         if isinstance(found := getattr(options, "_timeout", None), timedelta):
             return found
     return None
@@ -41,6 +56,7 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
     torch names groups by a counter that all ranks of the job must agree on (from torch 2.15 even for such groups), and
     only some may have an Accumulator: if `group_count` moved, the caller's next group could wait for ever.
     """
+    require("torch", dist.distributed_c10d, "_world")
     world: Any = dist.distributed_c10d._world
     before = world.group_count
     place = sign_in("group", ranks)
@@ -63,16 +79,21 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
     return made
 
 
+def _store() -> Any:
+    """The job's store; None if the name is missing."""
+    return getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
+
+
 def leave_note(name: str, text: str) -> None:
     """Leaves a text of this rank in the job's store, which others can read when they wait for it in vain."""
     with suppress(*NO_STORE):
-        dist.distributed_c10d._get_default_store().set(f"distaccum/{name}/{dist.get_rank()}", text)
+        _store().set(f"distaccum/{name}/{dist.get_rank()}", text)
 
 
 def read_note(name: str, rank: int) -> str | None:
     """The text that a rank left in the job's store; None if it left none."""
-    store, key = dist.distributed_c10d._get_default_store(), f"distaccum/{name}/{rank}"
-    return store.get(key).decode() if store.check([key]) else None
+    store, key = _store(), f"distaccum/{name}/{rank}"
+    return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
 def sign_in(what: str, ranks: Sequence[int]) -> str:
@@ -87,7 +108,7 @@ def sign_in(what: str, ranks: Sequence[int]) -> str:
 def absent_from(place: str, ranks: Sequence[int]) -> str:
     """The ranks that have not come to a place, with the error that kept them from it; "" if that is unknown."""
     with suppress(*NO_STORE):
-        absent = [rank for rank in ranks if read_note(place, rank) is None]
+        absent = [rank for rank in ranks if read_note(place, rank) is None] if _store() is not None else []
         why = [text for rank in absent if (text := read_note(FAILED, rank))]
         return f"rank {', '.join(map(str, absent))}{f' ({why[0]})' if why else ''}" if absent else ""
     return ""
@@ -95,7 +116,12 @@ def absent_from(place: str, ranks: Sequence[int]) -> str:
 
 def has_step_hooks(optimizer: object) -> bool:
     """Tells whether `register_step_pre_hook` works: Optimizer.__init__ makes its dict, and a wrapper may skip that."""
-    return not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_step_pre_hooks")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        try:
+            optimizer.register_step_pre_hook(lambda *_: None).remove()
+        except AttributeError:
+            return False
+    return True
 
 
 def is_last_hook(handle: Any, optimizer: Any) -> bool:
@@ -131,10 +157,15 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 vars(owner).pop(name, None)
 
 
-require("torch", torch, "_foreach_norm", "_foreach_zero_", "_foreach_mul_")
-norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm  # of tensors of one device and dtype, in one kernel
-zero_all: Callable[[list[Tensor]], Any] = torch._foreach_zero_  # in one kernel, as `Optimizer.zero_grad` does
-multiply_all: Callable[[list[Tensor], float | Tensor], Any] = torch._foreach_mul_
+def _one_by_one(method: str) -> Callable[..., list[Tensor]]:
+    """A function that calls this method of each tensor, where torch has none for all of them."""
+    return lambda tensors, *args, **options: [getattr(tensor, method)(*args, **options) for tensor in tensors]
+
+
+# In one kernel for tensors of one device and dtype, as torch's optimizers and clipping do.
+norms_of: Callable[..., Sequence[Tensor]] = getattr(torch, "_foreach_norm", _one_by_one("norm"))
+zero_all: Callable[[list[Tensor]], Any] = getattr(torch, "_foreach_zero_", _one_by_one("zero_"))
+multiply_all: Callable[[list[Tensor], float | Tensor], Any] = getattr(torch, "_foreach_mul_", _one_by_one("mul_"))
 
 # `torch.autograd.backward` on tuples, without its checks of shapes, which take an eighth of a tiny micro-step: roots
 # are scalars here, or outputs with their own gradients. If the name is missing, the public call does the same.
@@ -146,15 +177,15 @@ if _run_autograd is not None:
     )
 
 
-require("torch", Tensor, "_version", "_base")
-version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tensor was written to in place
+# How often a tensor was written to in place.
+version_of: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else lambda _: 0
 
 
 def own_version_of(tensor: Any) -> int | None:
     """The number of writes to this tensor; None for a view, which shares it with other views, or in inference mode."""
-    return None if tensor._base is not None or tensor.is_inference() else version_of(tensor)
+    return None if getattr(tensor, "_base", tensor) is not None or tensor.is_inference() else version_of(tensor)
 
 
 def is_view(gradient: Any) -> bool:
     """Tells whether a gradient is a view of another tensor, such as a bucket of DDP."""
-    return gradient._base is not None
+    return getattr(gradient, "_base", None) is not None

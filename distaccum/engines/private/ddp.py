@@ -12,6 +12,31 @@ from ...law import DistaccumError
 from ...private import require
 from ..base import sparse_embeddings
 
+DDP, REDUCER = "torch.nn.parallel.DistributedDataParallel", "torch.distributed.Reducer"
+# Name, what for, since which version, and what happens without it.
+NAMES = (
+    (f"{DDP}._check_sync_bufs_pre_fwd", "sends buffers before a forward", "2.9", "refused"),
+    (f"{DDP}._check_sync_bufs_post_fwd", "tells whether a forward sends buffers at its end", "2.9", "refused"),
+    (f"{DDP}._sync_buffers", "sends buffers before a forward", "2.9", "refused"),
+    (f"{DDP}._check_reducer_finalized", "finds an unfinished reduction", "2.9", "refused"),
+    (f"{DDP}._has_rebuilt_buckets", "rebuilds buckets in the window's own time", "2.9", "refused"),
+    (f"{DDP}._join_config", "refuses a window in join()", "2.9", "refused"),
+    (f"{DDP}._delay_all_reduce_params", "refuses this option", "2.9", "the option goes unseen"),
+    (f"{DDP}._comm_hooks", "refuses an optimizer in the hook", "2.9", "such a hook goes unseen"),
+    (f"{DDP}._get_ddp_logging_data", "counts what DDP reduces", "2.9", "a late freeze is found in the reduction"),
+    (f"{REDUCER}._rebuild_buckets", "rebuilds buckets in the window's own time", "2.9", "refused"),
+    (f"{REDUCER}._reset_state", "forgets a forward", "2.9", "refused"),
+    (f"{REDUCER}._get_zeros_like_grad_buckets", "names what DDP reduces", "2.9", "refused"),
+    (
+        "torch.distributed.optim.apply_optimizer_in_backward._in_backward_optimizers",
+        "refuses such optimizers",
+        "2.9",
+        "they go unseen",
+    ),
+    ("torch.distributed.tensor.parallel.ddp._st_info", "refuses parts of a DTensor", "2.9", "they go unseen"),
+    ("torch.nn.parallel.distributed._DDPSinkBackward", "the loss's node before DDP's", "2.9", "that node itself"),
+)
+
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     """Refuses a DDP that reduces some parameters, or steps, by itself; without the optional names this is unknown."""

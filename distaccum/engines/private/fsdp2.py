@@ -13,6 +13,34 @@ from torch import Tensor
 
 from ...private import require
 
+HOME = "torch.distributed.fsdp._fully_shard"
+STATE, GROUP = f"{HOME}._fsdp_state.FSDPState", f"{HOME}._fsdp_param_group.FSDPParamGroup"
+PARAM = f"{HOME}._fsdp_param.FSDPParam"
+# Name, what for, since which version, and what happens without it.
+NAMES = (
+    ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "all that FSDP2 knows", "2.9", "refused"),
+    (f"{STATE}._auto_reshard_after_forward", "restores the flags", "2.9", "refused"),
+    (f"{STATE}._is_root", "restores the flags, resets the root", "2.9", "refused"),
+    (f"{STATE}._fsdp_param_groups", "a module's groups", "2.12", "its one group, _fsdp_param_group"),
+    (f"{STATE}._fsdp_param_group", "a module's group", "2.9", "not read beside _fsdp_param_groups, or refused"),
+    (f"{STATE}._reset_iter_state", "forgets a window", "2.13", "reset by the names below, or refused"),
+    (f"{STATE}._training_state", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
+    (f"{STATE}._modules_to_run_forward", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
+    (f"{STATE}._state_ctx", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
+    (f"{STATE}._comm_ctx", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
+    (f"{GROUP}._post_forward_indices", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
+    (f"{GROUP}._partial_reduce_output", "a gradient that replicas have yet to add", "2.9", "refused"),
+    (f"{GROUP}._to_sharded", "frees gathered parameters", "2.9", "refused"),
+    (f"{GROUP}._training_state", "reduces after the last backward", "2.9", "refused"),
+    (f"{GROUP}._wait_for_post_backward", "reduces after the last backward", "2.9", "refused"),
+    (f"{GROUP}._all_reduce_hook", "refuses such hooks", "2.9", "they go unseen"),
+    (f"{GROUP}._fsdp_params_with_wider_grad_dtype", "the dtype of sums", "2.15", "the dtype of torch before 2.15"),
+    (f"{GROUP}._validate_unused_param_grad_dtypes", "zeros for unused parameters", "2.15", "the user's choice"),
+    (f"{PARAM}._param_fqn", "a name in errors", "2.9", "the name in its module"),
+    (f"{PARAM}._module_info", "a name in errors", "2.9", "no name"),
+    (f"{PARAM}._sharded_post_forward_param", "no parameter twice", "2.9", "a gathered copy counts as a parameter"),
+)
+
 FLAGS = (
     "reduce_grads",
     "all_reduce_grads",
@@ -29,8 +57,14 @@ def state_of(module: Any) -> Any:
     require("torch", module, "_get_fsdp_state")
     state = module._get_fsdp_state()
     require("torch", state, "_auto_reshard_after_forward", "_is_root")
+    resets = hasattr(state, "_reset_iter_state")
+    if not resets:
+        require("torch", state, "_training_state", "_modules_to_run_forward", "_state_ctx", "_comm_ctx")
     for group in groups_of(state):
+        require("torch", group, *() if resets else ("_post_forward_indices",))
         require("torch", group, "_partial_reduce_output", "_to_sharded", "_training_state", "_wait_for_post_backward")
+        for parameter in group.fsdp_params:
+            require("torch", type(parameter), "unsharded_param")
     return state
 
 
@@ -53,7 +87,8 @@ def is_hybrid(group: Any) -> bool:
 
 def name_of(parameter: Any) -> str:
     """The parameter's full name, which the root's first forward sets; before that, its name in its module."""
-    return str(getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name)
+    inside = getattr(getattr(parameter, "_module_info", None), "param_name", "a parameter")
+    return str(getattr(parameter, "_param_fqn", None) or inside)
 
 
 def has_all_reduce_hook(group: Any) -> bool:
@@ -115,7 +150,7 @@ def flags_of(states: Sequence[Any]) -> Callable[[], None]:
 
 def gathered_of(parameter: Any) -> Any:
     """The whole parameter that modules compute with; None before its first forward."""
-    return getattr(parameter, "_unsharded_param", None)
+    return getattr(parameter, "unsharded_param", None)
 
 
 def shown_for(parameter: Any) -> list[Any]:

@@ -1,0 +1,177 @@
+"""Private names of other libraries: each is in its room's table, is there, and can go as the table promises."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from distaccum import private
+from tests.house.test_architecture import PUBLIC, ROOT, private_definitions
+from tests.support.engines import LAYOUTS, Run
+from tests.support.ranks import on_ranks
+from tests.support.windows import refused
+
+FILES = sorted([*(ROOT / "distaccum").glob("**/private.py"), *(ROOT / "distaccum").glob("**/private/*.py")])
+ROOMS = {str(path.relative_to(ROOT / "distaccum")): path for path in FILES if "\nNAMES = (" in path.read_text()}
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+
+
+def module_of(room: str) -> Any:
+    return import_module("distaccum." + room.removesuffix(".py").replace("/", "."))
+
+
+def table(room: str) -> dict[str, tuple[str, str, str, str]]:
+    """The rows by the name's last part: the dotted name, what for, since which version, what happens without."""
+    return {row[0].rpartition(".")[2]: row for row in module_of(room).NAMES}
+
+
+# 1. The table lists what the module uses
+
+
+def private_names(text: str) -> set[str]:
+    """Names with an underscore that are not this file's own: of attributes, of arguments, in texts, imported."""
+    tree = ast.parse(text)
+    rows = [node.value for node in tree.body if isinstance(node, ast.Assign) and "NAMES" in ast.unparse(node.targets)]
+    left_out = {id(node) for row in rows for node in ast.walk(row)}
+    names: set[str] = set()
+    for node in (node for node in ast.walk(tree) if id(node) not in left_out):
+        match node:
+            case ast.Attribute(value, name) if not (isinstance(value, ast.Name) and value.id == "self"):
+                names.add(name)
+            case ast.keyword(str(name)):
+                names.add(name)
+            case ast.Constant(str(value)) if PRIVATE.fullmatch(value):
+                names.add(value)
+            case ast.ImportFrom(level=0):
+                names |= {alias.name for alias in node.names}
+    return {name for name in names if PRIVATE.fullmatch(name)} - private_definitions(text) - PUBLIC
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_table_lists_the_private_names_that_its_module_uses(room):
+    assert private_names(ROOMS[room].read_text()) == set(table(room))
+
+
+# 2. The installed versions have them
+
+
+def is_there(dotted: str) -> bool:
+    """Looked up; what only an object has is looked for in the source of its class or module."""
+    *path, last = dotted.split(".")
+    owner: Any = import_module(path[0])
+    for name in path[1:]:
+        owner = getattr(owner, name, None) or import_module(f"{owner.__name__}.{name}")
+    return hasattr(owner, last) or bool(re.search(rf"\b{last.removesuffix('Backward')}\b", inspect.getsource(owner)))
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def test_names_are_there_since_the_version_that_the_table_tells():
+    rows = [row for room in ROOMS for row in table(room).values()]
+    assert len(rows) > 40
+    due = [name for name, _, since, _ in rows if numbers(metadata.version(name.split(".")[0])) >= numbers(since)]
+    assert [name for name in due if not is_there(name)] == []
+
+
+# 3. A plain model needs none of them. torch itself needs one to tell whether there is a process group.
+
+PROGRAM = """
+import torch
+net = torch.nn.Linear(3, 1).double()
+optimizer = torch.optim.SGD(net.parameters(), lr=1.0)  # loads torch._dynamo, which needs some
+
+class Gone:
+    def __get__(self, *_):
+        raise AttributeError("gone")
+
+for name in {names}:
+    *path, last = name.split(".")
+    owner = torch
+    for part in path[1:]:
+        owner = getattr(owner, part)
+    if last in vars(owner):
+        delattr(owner, last)
+    if hasattr(owner, last):
+        setattr(owner, last, Gone())
+    assert not hasattr(owner, last), name
+
+from distaccum import Accumulator
+accumulator = Accumulator(net, optimizer, steps=2)
+batches = [torch.randn(n, 3).double() for n in (2, 3)]
+exact = torch.autograd.grad(net(torch.cat(batches)).square().mean(), [*net.parameters()])
+before = [p.detach().clone() for p in net.parameters()]
+for window in accumulator.windows(batches):
+    for x in window:
+        window.backward(net(x).square().mean())
+    window.step()
+print(all(torch.allclose(was - p, g, rtol=1e-12) for was, p, g in zip(before, net.parameters(), exact)))
+"""
+
+
+def test_plain_model_trains_without_any_of_the_cores_names():
+    names = [row[0] for row in private.NAMES if not row[0].endswith(("._world", "._timeout"))]
+    program = PROGRAM.replace("{names}", repr(names))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+# 4. Each engine answers as its table promises: refused, or exact all the same
+
+
+def without(name: str, *modules: ModuleType) -> ExitStack:
+    """To these modules no object has an attribute of this name."""
+
+    def get(owner: Any, asked: str, *default: Any) -> Any:
+        return getattr(owner, "is gone" if asked == name else asked, *default)
+
+    stack = ExitStack()
+    for module in modules:
+        has = {"hasattr": lambda owner, asked: asked != name and hasattr(owner, asked)}
+        stack.enter_context(patch.dict(vars(module), getattr=get, **has))
+    return stack
+
+
+def reads(room: str) -> set[str]:
+    """Names that a module reads without asking whether they are there."""
+    nodes = ast.walk(ast.parse(ROOMS[room].read_text()))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_name_that_is_read_unasked_is_refused_where_it_is_missing(room):
+    assert [name for name in reads(room) & set(table(room)) if "refused" not in table(room)[name][3]] == []
+
+
+@pytest.mark.parametrize(
+    ("room", "kind"),
+    [("private.py", "DDP"), ("engines/private/ddp.py", "DDP"), ("engines/private/fsdp2.py", "FSDP2")],
+)
+@on_ranks(2)
+def test_engine_without_a_name_answers_as_its_table_promises(room, kind):
+    make = partial(private.new_group, [0, 1], None, None) if room == "private.py" else partial(Run, kind)
+    for name, (*_, answer) in table(room).items():
+        with without(name, module_of(room), private):
+            if answer == "refused":
+                said = refused(make)
+                assert said.startswith("DistaccumError: ") and f"has no {name}, " in said, (name, said)
+            else:
+                run = Run(kind)
+                assert max(max(run.window(layout, i)) for i, layout in enumerate(LAYOUTS)) <= run.kind.bound, name
+
+
+def test_rules_can_fail():
+    text = "NAMES = (('a._listed',),)\ndef _own(x): x._a, getattr(x, '_b'), replaced(x, _c=1), _own, '_ no name'\n"
+    text += "from torch import _d\nclass A:\n    def f(self): self._e\n"
+    assert private_names(text) == {"_a", "_b", "_c", "_d"}
+    assert is_there("torch.nn.Module._buffers") and not is_there("torch.nn.Module._buffer")
