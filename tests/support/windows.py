@@ -1,5 +1,6 @@
 """Accumulators, their windows, what they refuse, and the vectors that are compared."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -55,6 +56,16 @@ def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
     except (DistaccumError, TypeError, ValueError) as raised:
         return f"{type(raised).__name__}: {raised}"
     return "nothing"
+
+
+def says(sentence: str, said: str) -> bool:
+    """Compares an error with the sentence of a table, in which ... stands for any words."""
+    return re.fullmatch(".*".join(map(re.escape, sentence.split("..."))), said, re.DOTALL) is not None
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of a table: a row a line, with | between cells."""
+    return [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
 
 
 def hooked(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
