@@ -47,11 +47,11 @@ DOORS = {
     **dict.fromkeys(("refuse_other_meshes", "refuse_unclaimed_dimensions"), "meshes.sharing"),
     # Runs of whole windows, and their states.
     **dict.fromkeys(("each_head", "each_part"), "runs.parts"),
-    "RandomNumbers": "runs.randomness",
+    "RandomNumbers": "state.randomness",
     "update": "runs.update",
     "contrast": "runs.contrast",
     "check": "runs.check.report",
-    **dict.fromkeys(("load_state", "state_dict_of"), "runs.state"),
+    **dict.fromkeys(("load_state", "state_dict_of"), "state.checkpoint"),
 }
 
 

@@ -22,7 +22,7 @@ from ..ranks import Peers, in_contact
 from ..update import Update
 from ..window import Window
 from .memory import is_out_of_memory
-from .randomness import random_devices, random_state, set_random_state, set_seed
+from ..state.randomness import random_devices, random_state, set_random_state, set_seed
 from .sizes import PROOFS
 from .snapshot import Snapshot
 from .update import Agreement, refuse_closure, retry

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .randomness import random_devices, random_state, set_random_state
+from ..state.randomness import random_devices, random_state, set_random_state
 
 
 class Snapshot:

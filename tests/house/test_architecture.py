@@ -23,7 +23,7 @@ FLOORS = (
     "window",
     "planner extension",
     "extensions",
-    "runs",
+    "state runs",
     "accumulator",
     "auditing tools trainers",
     "transformers lightning __main__",

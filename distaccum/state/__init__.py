@@ -1,0 +1,1 @@
+"""Checkpoints: what a job needs beside its weights to resume, to the bit."""
