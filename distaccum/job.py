@@ -121,7 +121,7 @@ class Job(Prepared):
         self.unused: set[int] = set()  # ids of parameters without a gradient, as the last window left them
         # Its gradients must not leak into the next window if it is dropped; its loop is over, and no step came.
         self.holds_gradients = self.lacks_step = False
-        self.fit: Any = None  # what update() learned about sizes (runs/sizes.py)
+        self.fit: Any = None  # what update() learned about sizes (runs/memory.py)
         self.seen: Seen = {}  # which entries of batches were cut, and which went whole
         self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite
 

@@ -1,12 +1,20 @@
-"""Recognises out-of-memory errors, and frees what a failed attempt holds."""
+"""Memory: recognises that it is short, and learns the size of a micro-batch that fits."""
 
 from __future__ import annotations
 
 import gc
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..law import DistaccumError
+from ..cutting import each_entry, is_list, tensors_in
+from ..feed import Batches
+from ..job import Job
+from ..law import DistaccumError, whole_number
 
 # From allocators and libraries without an error class of their own for it.
 MESSAGES = (
@@ -17,6 +25,10 @@ MESSAGES = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if its workspace does not fit
 )
+FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
+PROOFS = 2  # windows: the optimizer makes its state in the first step, so the second window has less memory
+MOST_PROOFS = 64
+LEAST = {"good": 0, "since": 0, "wait": 1, "size": 1, "too_large": 1}  # of a state's numbers; the last two may be None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,3 +53,110 @@ def free() -> None:
         module = getattr(torch, name, None)
         if module is not None and module.is_available() and getattr(module, "is_initialized", bool)():
             module.empty_cache()
+
+
+@dataclass
+class MicroBatchSize:
+    """The largest micro-batch known to fit; the same on all ranks, since all learn from the same facts.
+
+    >>> known = MicroBatchSize(most=None)
+    >>> known.ran_out(64), known.size
+    (True, 32)
+    >>> for _ in range(FIRST_WAIT):
+    ...     known.succeeded(32, parts=4)
+    >>> known.size, known.ran_out(48), known.size  # a size in between is tried now and then, and given up again
+    (48, True, 32)
+    """
+
+    most: int | None  # the requested size; None: "auto"
+    size: int | None = None  # in use; None: no limit
+    good: int = 0  # the largest that succeeded
+    too_large: int | None = None  # the smallest that did not fit
+    since: int = 0  # windows at this size
+    wait: int = FIRST_WAIT
+    # The samples in a micro-batch and the numbers in a sample, of windows that succeeded. After PROOFS of them a window
+    # with no more of either may reduce in its backward at once.
+    proofs: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.size = self.most if self.size is None else self.size
+
+    def ran_out(self, largest: int) -> bool:
+        """Learns that a micro-batch of `largest` samples did not fit; returns False if there is no smaller one."""
+        if largest <= 1:
+            return False
+        self.wait = min(self.wait * 2, LONGEST_WAIT) if 0 < self.good < largest else FIRST_WAIT
+        self.good, self.proofs = min(self.good, largest - 1), [proof for proof in self.proofs if proof[0] < largest]
+        self.size, self.too_large, self.since = max(self.good, -(-largest // 2)), largest, 0
+        return True
+
+    def is_proven(self, largest: int, width: int) -> bool:
+        return sum(largest <= samples and width <= numbers for samples, numbers in self.proofs) >= PROOFS
+
+    def succeeded(self, largest: int, parts: int, width: int = 0) -> None:
+        """Learns that a window fitted, cut into `parts` of at most `largest` samples with at most `width` numbers."""
+        if parts == 0:
+            return
+        self.good = max(self.good, largest)
+        if not self.is_proven(largest, width):
+            self.proofs = [*self.proofs[-MOST_PROOFS:], (largest, width)]
+        if self.too_large is None or self.size is None or parts == 1:
+            return  # no size is known not to fit, or this batch was not bounded by the size
+        if largest >= self.too_large:
+            self.too_large = 2 * largest
+        self.since += 1
+        if self.since >= self.wait and self.size != self.most:
+            # Half way to the size that did not fit, or that size itself.
+            larger = max(self.size + 1, (self.size + self.too_large) // 2)
+            self.size, self.since = larger if self.most is None else min(larger, self.most), 0
+
+    def state(self) -> dict[str, Any]:
+        """The learned sizes alone: requested and proven sizes are valid only for this process and device."""
+        return {name: getattr(self, name) for name in LEAST}
+
+    def loaded(self, state: Mapping[str, Any], cure: str) -> MicroBatchSize:
+        """A copy that resumes from what `state()` returned; raises if a number is missing or wrong."""
+        numbers: dict[str, Any] = {
+            name: whole_number(name, state.get(name), cure, least)
+            for name, least in LEAST.items()
+            if name not in ("size", "too_large") or state.get(name, 0) is not None
+        }
+        size = numbers.pop("size", None)
+        if "too_large" not in numbers:
+            size = None  # it was the size requested then
+        elif self.most is not None and size is not None:
+            size = min(size, self.most)
+        return MicroBatchSize(self.most, size, **numbers)
+
+
+def fit_of(job: Job) -> MicroBatchSize:
+    """Returns what is known about the size that fits; the job's micro-batches follow it."""
+    if job.fit is None:
+        job.fit = MicroBatchSize(job.most)
+    known: MicroBatchSize = job.fit
+    return known
+
+
+def measure(job: Job, batches: Batches) -> tuple[bool, int, int]:
+    """Returns `Manner.measure`'s values: no backward may reduce until micro-batches like these are known to fit.
+
+    If ranks run in lockstep, a failure on one cannot be undone either way, so a requested size is trusted.
+    """
+    engine, lengths, costs = job.engine, batches.lengths or [0], batches.costs
+    if costs is not None:  # of the costliest micro-batch that could be cut further
+        lengths = [cost for cost, rows in zip(costs, lengths, strict=True) if rows > 1] or [1]
+    largest, width = max(lengths), largest_sample(batches.micro_batches)
+    in_step = engine.lockstep and engine.sync != "gathered"  # each forward or backward waits for all ranks
+    is_believed = in_step and not (job.config.most == "auto" and "gathered" in engine.policies)
+    return not is_believed and not fit_of(job).is_proven(largest, width), largest, width
+
+
+def largest_sample(micro_batches: Iterable[Any]) -> int:
+    """The most numbers that a sample has in any one tensor, which tells a long text from a short one."""
+    sizes = [0]
+    for _, item, _ in itertools.chain.from_iterable(map(each_entry, micro_batches)):
+        if is_list(item):  # each entry may be a sample
+            sizes += [tensor.numel() for _, tensor in tensors_in(item)]
+        elif isinstance(item, Tensor) and item.ndim and len(item):
+            sizes.append(-(-item.numel() // len(item)))
+    return max(sizes)

@@ -19,16 +19,14 @@ from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_w
 from ..planner import Planner
 from ..update import Update
 from ..window import Window
-from .memory import free, is_out_of_memory
-from .sizes import fit_of, measure
+from .memory import fit_of, free, is_out_of_memory, measure
 from .snapshot import Snapshot
 
 LossFn = Callable[[Batch], Tensor | Mapping[str, Tensor]]
-OK, OUT_OF_MEMORY, FAILED = range(3)  # votes of a rank
 
 
 class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
-    """Another rank failed; the argument is the result of the vote."""
+    """Another rank failed, as a vote said."""
 
 
 @final
@@ -52,12 +50,12 @@ class Agreement(Extension):
 
     def agree(self) -> None:
         """Waits for the votes of all ranks; raises if another one has failed."""
-        if any(votes := self.vote(OK)):
-            raise FailedElsewhere(votes)
+        if self.is_any(False):
+            raise FailedElsewhere
 
-    def vote(self, own: int) -> list[float]:
-        """Returns whether any rank has failed, and whether any is out of memory."""
-        return self._engine.peers.largest([own == FAILED, own == OUT_OF_MEMORY], everyone=True)
+    def is_any(self, failed: bool) -> bool:
+        """Returns whether any rank has `failed`."""
+        return any(self._engine.peers.largest([failed], everyone=True))
 
 
 def run_all(window: Window, loss_fn: LossFn) -> None:
@@ -129,34 +127,34 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
     """Exchanges failures between the ranks; returns if a smaller micro-batch may fit, and raises otherwise."""
     peers, largest = planner.job.engine.peers, window.plan.largest
     is_own, is_short = not isinstance(error, FailedElsewhere), is_out_of_memory(error)
-    why = in_short(error) if is_own and not is_short else ""
+    is_fault, told = is_own and not is_short, in_short(error) if is_own else ""
     try:
-        if why:
+        if is_fault:
             if agreement.is_reducing and peers.num_ranks > 1:
                 raise error  # the others are out of reach in the reduction, or have failed in the same way
             peers.tell(error)
         try:
-            vote = OUT_OF_MEMORY if is_short else FAILED
-            any_failed, _ = agreement.vote(vote) if is_own else error.args[0]
-            told = in_short(error) if is_own else ""  # also of memory, which may have kept the others waiting
-            failed = peers.gather_objects(told, everyone=True) if any_failed else []
+            if is_own:
+                agreement.is_any(True)
+            everyone = peers.gather_objects((told, is_fault, is_short), everyone=True)
         except DistaccumError as lost:
             raise DistaccumError(
                 f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "
                 f"collective of the model's wrapper ({in_short(error)}); start all ranks again, from a checkpoint"
             ) from lost
+        texts, faults, shorts = zip(*everyone, strict=True)
+        # Where one has a fault, ranks short of memory are told of too: they may have kept the others waiting.
         all_or_none(
-            failed,
-            error if why else None,
+            texts if any(faults) else (),
+            error if is_fault else None,
             f"rank {{ranks}} failed in update {window.index} ({{why}}); the window is undone on all ranks, and nothing "
             "was stepped",
         )
         if not fit_of(planner.job).ran_out(largest):
-            where = ranks_where([is_so for (is_so,) in peers.gather([is_short], everyone=True)])
-            seen = f": {in_short(error)}" if is_own else ""
+            seen = f": {told}" if told else ""
             raise DistaccumError(
-                f"a micro-batch of {largest} sample does not fit into the memory of rank {where}{seen}; nothing was "
-                "stepped. Use a smaller model or sample, activation checkpointing, or a lower precision"
+                f"a micro-batch of {largest} sample does not fit into the memory of rank {ranks_where(shorts)}{seen}; "
+                "nothing was stepped. Use a smaller model or sample, activation checkpointing, or a lower precision"
             )
     finally:
         del error  # otherwise its traceback would keep itself and the failed forward alive

@@ -16,7 +16,7 @@ from ..guard import OPEN
 from ..job import Job
 from ..law import DistaccumError, in_short, warn, whole_number
 from ..planner import Planner
-from ..runs.sizes import fit_of
+from ..runs.memory import fit_of
 
 Part = dict[str, Any]  # what belongs to one rank
 NOTHING: Part = {"random": None, "is_between": True, "loaders": []}
@@ -100,7 +100,7 @@ def _pack(part: Part) -> bytes:
     that are not known yet.
     """
     if numpy := part["random"].get("numpy"):  # whose array could not be loaded again
-        words = {name: getattr(value, "tolist", lambda: value)() for name, value in numpy["state"].items()}
+        words = {name: word if isinstance(word, int) else word.tolist() for name, word in numpy["state"].items()}
         part = {**part, "random": {**part["random"], "numpy": {**numpy, "state": words}}}
     box = io.BytesIO()
     try:

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.runs.memory import is_out_of_memory
-from distaccum.runs.sizes import FIRST_WAIT, MicroBatchSize, largest_sample
+from distaccum.runs.memory import FIRST_WAIT, MicroBatchSize, is_out_of_memory, largest_sample
 from tests.support.counting import Counting
 from tests.support.engines import COALESCES, KINDS, fully_sharded
 from tests.support.problems import join, make_batch, make_net_without_router
