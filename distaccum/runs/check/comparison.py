@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -15,9 +16,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...batchnorm import KINDS
-from ...cutting import Columns, count_samples, cut_batch, fresh, map_tensors
+from ...cutting import (
+    Columns,
+    KeyPath,
+    Names,
+    count_samples,
+    cut_batch,
+    cut_entries,
+    entries_of,
+    fresh,
+    goes_whole,
+    is_array,
+    is_list,
+    map_tensors,
+    rebuilt,
+)
 from ...feed import Batches, Make, cut_up
-from ...feeding.joining import join_batches
 from ...job import Manner
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local
@@ -36,7 +50,7 @@ class Measured:
 
     gradients: list[Tensor]  # a scalar 0 if a parameter has none
     loss: float
-    kept: tuple[int, ...]  # micro-batches, by rank
+    num_micro_batches: int = 1
 
 
 class Comparison:
@@ -49,8 +63,8 @@ class Comparison:
         self.before, self.whole = before, columns.whole
         self._trial, self._loss_fn, self._columns, self._own = trial, loss_fn, columns, batch
         self.batch, self.length = self._of_all_ranks()
-        self.kept: tuple[int, ...] = ()  # micro-batches, by rank
-        self.is_finite = True  # whether the accumulated loss is finite; the whole batch's is
+        self.micro_batches: tuple[int, ...] = ()  # by rank
+        self.is_finite = True  # the accumulated loss is finite; the whole batch's is
         self.notes: list[str] = []
         self.dtype = min({p.dtype for p in self.parameters}, key=_bits)
         self.narrowest = self.dtype  # dtype in backward; many models take a softmax or a norm in float32
@@ -73,12 +87,12 @@ class Comparison:
         own = self._own if peers.num_ranks == 1 else map_tensors(self._own, Tensor.cpu)
         everyone = peers.gather_objects((own, length, failed and in_short(failed)))
         all_or_none([why for *_, why in everyone], failed, "rank {ranks} could not begin the check ({why})")
-        lengths = [length for _, length, _ in everyone if length]
+        batches, lengths = [batch for batch, length, _ in everyone if length], [n for _, n, _ in everyone if n]
         if sum(lengths) < 2:
             raise ValueError(f"check() got {sum(lengths)} samples, expected at least two, to cut between them")
         if peers.num_ranks == 1:
             return own, length
-        joined = join_batches([batch for batch, length, _ in everyone if length], lengths, self.whole)
+        joined = join_batches(batches, lengths, self.whole)
         return map_tensors(joined, lambda t: t.to(self.parameters[0].device)), sum(lengths)
 
     def count(self, name: str, batch: Any, length: int) -> float:
@@ -92,14 +106,14 @@ class Comparison:
         """Returns whether rounding explains the errors that `compare` returned."""
         return max(error for _, error in errors) <= self.bound() and self.is_finite
 
-    def differ(self, one: Measured, other: Measured) -> bool:
-        return max(error for _, error in self._errors(one, other)) > self.bound()
+    def differ(self, measured: Measured, other: Measured) -> bool:
+        return max(error for _, error in self._errors(measured, other)) > self.bound()
 
     def compare(self) -> list[tuple[float, float]]:
         """Computes, by parameter, the norm of the big batch's gradient and the accumulated one's relative error."""
-        exact = self._big_batch()
+        exact, peers = self._big_batch(), self.engine.peers
         is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
-        if any(bad for (bad,) in self.engine.peers.gather([float(is_bad)])):
+        if any(bad for (bad,) in peers.gather([float(is_bad)])):
             raise DistaccumError(
                 f"the loss of the whole batch is {exact.loss:g}, and it or its gradient is not finite, so there is "
                 "nothing to compare with; look for it in the batch and the model, or lower the scaler's scale"
@@ -110,7 +124,8 @@ class Comparison:
         parts = list(cut_batch(self._own, sizes, length, self.whole)) if sizes else []
         as_cut = self._measured(cut_up(self._own, self._trial.job, self._columns, parts=2))
         uneven = self._measured(lambda _: Batches(parts, sizes))  # uneven parts show a wrong count
-        self.kept, self.is_finite = as_cut.kept, math.isfinite(as_cut.loss + uneven.loss)  # the same on all ranks
+        self.micro_batches = tuple(int(num) for (num,) in peers.gather([as_cut.num_micro_batches]))
+        self.is_finite = math.isfinite(as_cut.loss + uneven.loss)  # the same on all ranks
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 
@@ -123,18 +138,18 @@ class Comparison:
         return weighted_sum([self.bare(name, self.batch) for name in counted], weights)
 
     def bare(self, name: str, batch: Any, *, restore: bool = True) -> Measured:
-        """The unweighted gradient of one call of the criterion of this name."""
+        """The unweighted gradient of one call of the criterion of this name, on the same batch on all ranks."""
         return self._measured(lambda _: Batches([batch], [1]), name, restore=restore)
 
     def _loss_of(self, batch: Any, name: str | None) -> Any:
         with saved_tensors_hooks(self._note_dtype, lambda tensor: tensor):
-            loss = self._loss_fn(self._cast(batch))
-        if name is None or not isinstance(loss, Mapping):
-            return loss
-        found = loss.get(name, loss.get("loss") if len(self.reductions) == 1 else None)
-        if found is None:
-            raise ValueError(f"loss_fn gave losses {list(loss)}, expected one for each of {list(self.reductions)}")
-        return found
+            losses = self._loss_fn(self._cast(batch))
+        if name is None or not isinstance(losses, Mapping):
+            return losses
+        loss = losses.get(name, losses.get("loss") if len(self.reductions) == 1 else None)
+        if loss is None:
+            raise ValueError(f"loss_fn gave losses {list(losses)}, expected one for each of {list(self.reductions)}")
+        return loss
 
     def _note_dtype(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
@@ -142,9 +157,7 @@ class Comparison:
         return tensor
 
     def _measured(self, draw: Make, name: str | None = None, *, restore: bool = True) -> Measured:
-        """The gradient and loss of a window that is not stepped. With a `name`: of that loss alone, unweighted, and all
-        ranks have the same micro-batch.
-        """
+        """The gradient and loss of a window that is not stepped; with a `name`, of that loss alone, unweighted."""
         if restore:
             self.before.restore()
         trial, engine, scaler, is_bare = self._trial, self.engine, self._trial.job.scaler, name is not None
@@ -157,8 +170,7 @@ class Comparison:
             once = 1 / engine.peers.num_ranks if is_bare else 1.0
             scale, zero = once if scaler is None else once / scaler.get_scale(), torch.zeros(())
             gradients = [zero if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters]
-            kept = tuple(int(num) for (num,) in engine.peers.gather([window.plan.num_here]))
-            return Measured(gradients, float(sums.sum()) / engine.divisor * once, kept)
+            return Measured(gradients, float(sums.sum()) / engine.divisor * once, window.plan.num_here)
         finally:
             window.discard()
 
@@ -167,16 +179,16 @@ class Comparison:
         if that is larger: below it rounding dominates.
         """
         pairs = zip(seen.gradients, exact.gradients, strict=True)
-        rows = self.engine.peers.gather([_square(each) for one, other in pairs for each in (one - other, other)])
-        sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
+        squares = [_square(tensor) for gradient, other in pairs for tensor in (gradient - other, other)]
+        sums = [math.sqrt(sum(column)) for column in zip(*self.engine.peers.gather(squares), strict=True)]
         floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.hypot(*sums[1::2])
         # Shards add up; a gradient that every rank has whole was counted once per rank.
         copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
-        found = []
-        for apart, norm in zip(sums[0::2], sums[1::2], strict=True):
-            error = apart / max(norm, floor) if apart else 0.0
-            found.append((norm / copies, error if math.isfinite(error) else math.inf))
-        return found
+        errors = [apart and apart / max(norm, floor) for apart, norm in zip(sums[0::2], sums[1::2], strict=True)]
+        return [
+            (norm / copies, error if math.isfinite(error) else math.inf)
+            for norm, error in zip(sums[1::2], errors, strict=True)
+        ]
 
     @contextmanager
     def in_float64(self) -> Iterator[Comparison]:
@@ -187,17 +199,15 @@ class Comparison:
         if "dtype" in self.engine.owns or self.dtype == torch.float64:
             yield self
             return
-        tensors = {id(t): t for model in self.models for t in (*model.parameters(), *model.buffers())}
-        tensors |= {id(p): p for p in self.parameters}
+        of_models = (t for model in self.models for t in (*model.parameters(), *model.buffers()))
+        narrow = {id(t): (t, t.data) for t in (*of_models, *self.parameters)}.values()
         wide = copy.copy(self)
         wide._cast = lambda batch: map_tensors(batch, _widened)
         wide.dtype = wide.narrowest = torch.float64
         self.before.restore()
-        with ExitStack() as stack:
-            stack.callback(self.before.restore)
-            for tensor in tensors.values():
-                stack.callback(setattr, tensor, "data", tensor.data)
-                tensor.data = _widened(tensor.data)
+        try:
+            for tensor, data in narrow:
+                tensor.data = _widened(data)
             wide.before = Snapshot(self.models)
             try:
                 wide.bare(next(iter(self.reductions)), self.batch)
@@ -206,7 +216,31 @@ class Comparison:
             else:
                 yield wide
                 return
+        finally:
+            for tensor, data in narrow:
+                tensor.data = data
+            self.before.restore()
         yield self
+
+
+def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = ()) -> Any:
+    """One batch of all samples; cutting it at `lengths` gives the batches again."""
+    cuts = [cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
+
+    def join(parts: Sequence[Any], path: KeyPath) -> Any:
+        first, are_cut = parts[0], [cut.get(path) for cut in cuts]
+        if is_array(first) and all(are_cut):
+            return torch.cat([torch.as_tensor(part, device="cpu") for part in parts])
+        # In a batch of one sample, the list may have been taken for columns.
+        fit = zip(parts, lengths, are_cut, strict=True)
+        if is_list(first) and any(are_cut) and all(is_it or length == 1 == len(part) for part, length, is_it in fit):
+            return type(first)(itertools.chain.from_iterable(parts))
+        if False in are_cut or goes_whole(path, whole):
+            return first
+        by_key = [entries_of(part) for part in parts]
+        return rebuilt(first, lambda _, key: join([entries[key] for entries in by_key], (*path, key)))
+
+    return join(batches, ())
 
 
 def uneven_sizes(length: int, least: int = 1) -> list[int]:
@@ -226,8 +260,7 @@ def uneven_sizes(length: int, least: int = 1) -> list[int]:
 def weighted_sum(parts: Sequence[Measured], weights: Sequence[float]) -> Measured:
     columns = zip(*(part.gradients for part in parts), strict=True)
     gradients = [reduce(torch.add, map(torch.mul, column, weights)) for column in columns]
-    loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
-    return Measured(gradients, loss, parts[0].kept)
+    return Measured(gradients, sum(part.loss * weight for part, weight in zip(parts, weights, strict=True)))
 
 
 def _bits(dtype: torch.dtype) -> int:

@@ -136,6 +136,6 @@ def _report(comparison: Comparison) -> Report:
         dtype=dtype,
         bound=bound,
         samples=used.length,
-        micro_batches=used.kept,
+        micro_batches=used.micro_batches,
         notes=tuple(used.notes),
     )
