@@ -1,4 +1,4 @@
-"""Copies buffers, modes and random numbers before the model runs, and restores them."""
+"""Copies of buffers, modes and random numbers, taken before the model runs and restored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..state.randomness import random_devices, random_state, set_random_state
 
@@ -20,7 +20,7 @@ class Snapshot:
         modules = {id(module): module for model in models for module in model.modules()}.values()
         own = [(module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in modules]
         with torch.inference_mode(False):  # otherwise the copies could not be used outside it
-            self._buffers = [(module, name, one, one.clone()) for module, buffers in own for name, one in buffers]
+            self._buffers = [(module, name, b, b.clone()) for module, buffers in own for name, b in buffers]
         self.random = random_state(random_devices(models))
 
     def restore(self) -> None:
@@ -30,7 +30,9 @@ class Snapshot:
     @torch.no_grad()
     def restore_buffers(self) -> None:
         for module, name, buffer, copy in self._buffers:
-            if not _has_repeats(buffer):
+            is_strided = buffer.layout is torch.strided
+            steps = zip(buffer.stride(), buffer.shape, strict=True) if is_strided else ()
+            if not any(step == 0 and num > 1 for step, num in steps):  # it was expanded: torch refuses to write to it
                 buffer.copy_(copy)
             if getattr(module, name, None) is not buffer:  # the model replaced or deleted it
                 (setattr if hasattr(module, name) else nn.Module.register_buffer)(module, name, buffer)
@@ -50,9 +52,3 @@ def kept(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter] = ()) -
         snapshot.restore()
         for parameter, gradient, values in gradients:
             parameter.grad = gradient.copy_(values)
-
-
-def _has_repeats(buffer: Tensor) -> bool:
-    """Tells whether a buffer was expanded, so that torch refuses to write to it."""
-    is_strided = buffer.layout is torch.strided
-    return is_strided and any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True))

@@ -17,44 +17,42 @@ DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDro
 
 
 def causes_of(comparison: Comparison) -> list[str]:
-    """The causes that are found; leaves the modules that they name in eval mode, so that other causes show."""
-    found, dropping = [], []
+    """The causes that show; leaves the modules that they name in eval mode, so that other causes show too."""
+    causes, dropping = [], []
     training = [(name, module) for name, module in comparison.modules if module.training]
     if _differs(comparison):
         if dropping := [(name, module) for name, module in training if _drops(module)]:
             kinds = _into_eval(dropping)
-            found.append(
+            causes.append(
                 f"dropout: random numbers are drawn by {kinds}, and micro-batches draw others; the gradient is that of "
                 "the masks that were drawn, as dropout means it: nothing to do, where this is the only cause"
             )
         if not dropping or _differs(comparison):
             where = ", outside of dropout layers" if dropping else ""
-            found.append(
+            causes.append(
                 "random: the model or the loss gives the same batch another gradient the second time: random numbers "
                 f"are drawn{where}, or something is kept between calls (a buffer, an attribute); random numbers "
                 "need no cure if they are the only cause; draw none to see the other causes"
             )
             _into_eval(training)
     if normalising := [(name, module) for name, module in training if isinstance(module, KINDS)]:
-        found.append(
+        causes.append(
             "batchnorm: in training mode a sample's output depends on the others in "
             f"{_into_eval(normalising)}, and a micro-batch has fewer of them; freeze them "
             "(distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it with "
             "batchnorm='ignore'"
         )
-    if found:
-        if _differs(comparison):
-            return found
-        errors = comparison.compare()
-        if comparison.agrees(errors):
-            # A layer of your own may do more than drop in training mode.
-            if len(found) == 1 and dropping and all(type(one).__module__.startswith("torch.") for _, one in dropping):
-                left = max(error for _, error in errors)
-                found[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
-            return found
+    if causes and _differs(comparison):
+        return causes
+    if causes and comparison.agrees(errors := comparison.compare()):
+        # A layer of your own may do more than drop in training mode.
+        if len(causes) == 1 and dropping and all(type(drop).__module__.startswith("torch.") for _, drop in dropping):
+            left = max(error for _, error in errors)
+            causes[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
+        return causes
     in_losses = (_cause_in_the_loss(comparison, name) for name in comparison.reductions)
-    found += dict.fromkeys(cause for cause in in_losses if cause is not None)
-    return found or ["unknown: no cause was found; the error is beyond rounding"]
+    causes += dict.fromkeys(cause for cause in in_losses if cause is not None)
+    return causes or ["unknown: no cause was found; the error is beyond rounding"]
 
 
 def _differs(comparison: Comparison) -> bool:
@@ -77,12 +75,12 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
 
     def fits(numbers: Sequence[float], *, is_sum: bool = False) -> bool:
         """Returns whether the whole is its parts' mean weighted by `numbers`, or the sum of those with a number."""
-        used = [(part, number) for part, number in zip(measured, numbers, strict=True) if number]
-        weights = [1.0 if is_sum else number / sum(numbers) for _, number in used]
-        if not used:
+        if not any(numbers):
             return False
-        made = weighted_sum([part for part, _ in used], weights)
-        size = sum(abs(weight * part.loss) for (part, _), weight in zip(used, weights, strict=True))
+        used = [part for part, number in zip(measured, numbers, strict=True) if number]
+        weights = [1.0 if is_sum else number / sum(numbers) for number in numbers if number]
+        made = weighted_sum(used, weights)
+        size = sum(abs(weight * part.loss) for part, weight in zip(used, weights, strict=True))
         is_same_loss = abs(made.loss - exact.loss) <= comparison.bound() * max(size, 1e-9)
         return is_same_loss and not comparison.differ(made, exact)
 
@@ -100,7 +98,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
             if is_mean:
                 return f"count: {averages}, and count gave {gave}; {cure}"
             return f"reduction: {averages} and {reduction=} says that it sums; say 'mean', or let it sum"
-    if not (comparison.is_finite and all(math.isfinite(one.loss) for one in measured)):
+    if not (comparison.is_finite and all(math.isfinite(part.loss) for part in measured)):
         return "loss: a micro-batch's loss is not finite, and the whole batch's is"
     return (
         f"loss: the loss{of_name} is no sum or mean over samples, labels or what count gave ({gave}): samples depend "
@@ -117,7 +115,7 @@ def _denominators(parts: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[
         if first.ndim == 0 or first.is_floating_point() or first.is_complex():
             continue
         for shift in (True, False) if first.ndim > 1 else (False,):
-            kept = [float((one[:, 1:] if shift else one).ne(-100).sum()) for _, one in column]
+            kept = [float((labels[:, 1:] if shift else labels).ne(-100).sum()) for _, labels in column]
             what = f"the labels in {where} that are not -100{', without the first of each row' * shift}"
             yield what, f"count=count_tokens({where}{', shift=True' * shift})", kept
 
@@ -128,9 +126,9 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, DROPOUTS) and module.p > 0
 
 
-def _into_eval(found: Sequence[tuple[str, nn.Module]]) -> str:
+def _into_eval(modules: Sequence[tuple[str, nn.Module]]) -> str:
     """Puts modules into eval mode; returns their names and classes, such as "drop (Dropout)"."""
-    for _, module in found:
+    for _, module in modules:
         module.eval()
-    kinds = ", ".join(dict.fromkeys(type(module).__name__ for _, module in found))
-    return f"{shorten([name or 'the model' for name, _ in found])} ({kinds})"
+    kinds = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules))
+    return f"{shorten([name or 'the model' for name, _ in modules])} ({kinds})"

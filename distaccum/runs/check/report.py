@@ -68,18 +68,17 @@ class Report:
         columns = min(shutil.get_terminal_size((120, 24)).columns, 120)
         verdict = "equivalent" if self.equivalent else "NOT equivalent"
         cut = " + ".join(map(str, self.micro_batches))
-        texts = [
+        headline = (
             f"accumulated in {cut} micro-batches, one batch of {self.samples}: {verdict} "
             f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})"
-        ]
-        shown = self.parameters[:12]
-        room = max(12, *(len(one.name) for one in shown))
-        more = [f" {one.error64:>9.1e}" if one.error64 is not None else "" for one in shown]
-        table = [f"{'gradient of':<{room}} {'norm':>10} {'error':>9}" + (f" {'float64':>9}" if more[0] else "")]
-        table += [f"{o.name:<{room}} {o.norm:>10.3e} {o.error:>9.1e}{m}" for o, m in zip(shown, more, strict=True)]
+        )
+        shown, width = self.parameters[:12], max(12, *(len(row.name) for row in self.parameters[:12]))
+        wide = [f" {row.error64:>9.1e}" if row.error64 is not None else "" for row in shown]
+        table = [f"{'gradient of':<{width}} {'norm':>10} {'error':>9}" + (f" {'float64':>9}" if wide[0] else "")]
+        table += [f"{r.name:<{width}} {r.norm:>10.3e} {r.error:>9.1e}{w}" for r, w in zip(shown, wide, strict=True)]
         if len(self.parameters) > 12:
             table.append(f"and {len(self.parameters) - 12} more with smaller errors")
-        texts += [*self.causes, *(f"note: {one}" for one in self.notes)]
+        texts = [headline, *self.causes, *(f"note: {note}" for note in self.notes)]
         first, *others = (textwrap.fill(text, columns) for text in texts)
         return "\n\n".join([first, "\n".join(table), *others])
 
@@ -119,7 +118,7 @@ def _report(comparison: Comparison) -> Report:
             )
         equivalent, bound = used.agrees(errors), used.bound()
         causes = () if equivalent else tuple(causes_of(used))
-    dtype, narrowest = (str(one).removeprefix("torch.") for one in (used.dtype, used.narrowest))
+    dtype, narrowest = (str(kind).removeprefix("torch.") for kind in (used.dtype, used.narrowest))
     if narrowest != dtype:
         used.notes.append(f"the model or the loss computes in {narrowest} in part, in {dtype} too: hence the bound")
     names = names_of(comparison.models)
