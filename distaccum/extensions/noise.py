@@ -49,22 +49,19 @@ class Early:
         self._engine, self._parameters = engine, parameters
         self._hooks: list[Any] = []
         self._norms: dict[int, Tensor] | None = None  # by leaf, taken within a backward that reduces
-        self._has_begun = False
         self.is_lost = False  # part of it was reduced before it was complete
 
     def before_backward(self, reduces: bool) -> None:
         """Hooks the leaves of a reducing backward, to take each norm before the reduction overwrites the gradient."""
-        self.is_lost = self.is_lost or self._norms is not None
+        self.is_lost = self._norms is not None
         if reduces and not self.is_lost:
             self._norms = {}
             for leaf in self._leaves():
-                if self._has_begun:  # from earlier parts: this backward may not reach it
-                    self._take(leaf)
+                self._take(leaf)  # from earlier parts: this backward may not reach it
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(self._take))
-        self._has_begun = True
 
     def _leaves(self) -> list[Any]:
-        return [one for one in self._engine.grad_leaves(self._parameters()) if one.requires_grad]
+        return [leaf for leaf in self._engine.grad_leaves(self._parameters()) if leaf.requires_grad]
 
     def _take(self, leaf: Any) -> None:
         gradient = self._engine.read_grad(leaf)
@@ -78,8 +75,8 @@ class Early:
     def norm(self) -> Tensor:
         if self._norms is not None:
             return total_norm(list(self._norms.values()))
-        standing = map(self._engine.read_grad, self._leaves())
-        return total_norm([gradient for gradient in standing if gradient is not None])
+        gradients = map(self._engine.read_grad, self._leaves())
+        return total_norm([gradient for gradient in gradients if gradient is not None])
 
 
 class Estimate:
@@ -89,16 +86,11 @@ class Estimate:
     """
 
     def __init__(
-        self,
-        before: Tensor,
-        row: Callable[[], Tensor | None] = lambda: None,
-        norm: Tensor | float | None = None,
-        total: float = 0.0,
-        divisor: float = 1.0,
+        self, before: Tensor, row: Callable[[], Any] = lambda: None, norm: Any = None, total: float = 0.0
     ) -> None:
-        """`row` returns the sums of `numbers`; `norm` is the window's, `total` its count, `divisor` its gradient's."""
+        """`row` returns the sums of `numbers`; `norm` is that of the window's mean gradient, and `total` its count."""
         self._before = before  # decaying sums of |G|^2, tr(S) and weights
-        self._row, self._norm, self.total, self._divisor = row, norm, total, divisor
+        self._row, self._norm, self.total = row, norm, total
         self.norms: list[Tensor] = []  # small, per_sample and large, as in `split`
 
     @cached_property
@@ -109,7 +101,7 @@ class Estimate:
         squares, per_sample, num = row.unbind()
         norm = math.inf if self._norm is None else self._norm
         large = norm.to(row).square() if isinstance(norm, Tensor) else row.new_full((), norm**2)
-        small, per_sample, large = self.norms = [squares / num, per_sample / num, large / self._divisor**2]
+        small, per_sample, large = self.norms = [squares / num, per_sample / num, large]
         new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
         counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)  # else both gradients are one
         before = self._before.to(row.device, row.dtype, non_blocking=True)  # from the host, if it was loaded
@@ -149,8 +141,8 @@ class NoiseScale(Extension):
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
-        # The step computes it, as DeepSpeed's own does.
-        self._norm_follows = looks or "step" in engine.owns or job.config.max_norm is not None
+        # The step computes it for another purpose.
+        self._norm_follows = looks or "step" in engine.owns or config.max_norm is not None
         self._reduction = next(iter(config.reductions.values()))
         self._early: Early | None = None  # until the first micro-batch ends
         self._small: Tensor | None = None
@@ -169,10 +161,10 @@ class NoiseScale(Extension):
 
     def after_backward(self, window: Window) -> None:
         """Measures this rank's own gradient after its first micro-batch."""
-        early = self._early
-        if early is not None:
-            early.remove_hooks()
-        if early is None or window.has_more_parts:
+        if (early := self._early) is None:
+            return
+        early.remove_hooks()
+        if window.has_more_parts:
             return
         self._early = None
         if early.is_lost:
@@ -207,8 +199,9 @@ class NoiseScale(Extension):
             if self._norm_follows:
                 self._norm = update.norm()
             (total, *_) = update.counts.values()
-            divisor = total if self._reduction == "sum" else 1.0
-            self._last = Estimate(self._last.sums, partial(update.summed, self.key), self._norm, total, divisor)
+            if self._reduction == "sum" and self._norm is not None:
+                self._norm = self._norm / total  # as small numbers are, of the mean
+            self._last = Estimate(self._last.sums, partial(update.summed, self.key), self._norm, total)
         else:
             self._last = Estimate(self._last.sums)
         update.notes[self.key] = self._last
