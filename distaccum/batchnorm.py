@@ -21,10 +21,10 @@ def freeze(model: nn.Module) -> list[str]:
 
     `model.train()` undoes this, so call it afterwards. Weights and biases of these layers are trained as before.
     """
-    found = batchnorms(model)
-    for _, layer in found:
+    named = batchnorms(model)
+    for _, layer in named:
         layer.eval()
-    return [name for name, _ in found]
+    return [name for name, _ in named]
 
 
 def to_groupnorm(model: Model, per_group: int = 16) -> Model:

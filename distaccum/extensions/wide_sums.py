@@ -36,9 +36,9 @@ class WideSums(Extension):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"WideSums({dtype!r}), expected torch.float32 or torch.float64")
         self._dtype = dtype
-        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of the current window, by parameter id
+        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._hooks: list[Any] = []
-        self._is_running = False  # a backward of the window is running
+        self._is_running = False
 
     def join(self, job: Job) -> None:
         engine = job.engine
@@ -59,7 +59,8 @@ class WideSums(Extension):
                 self._hooks.append(register(partial(self._take, wide)))
 
     def before_backward(self, window: Window, reduces: bool) -> None:
-        self._is_running = not reduces  # in a static graph's first backward, DDP must see gradients
+        # In a static graph's first backward, DDP must see gradients.
+        self._is_running = not reduces
 
     def after_backward(self, window: Window) -> None:
         self._is_running = False
@@ -71,13 +72,14 @@ class WideSums(Extension):
         if not self._is_running or gradient is None:
             return
         parameter.grad = None
-        if id(parameter) not in self._sums:
-            self._sums[id(parameter)] = (parameter, gradient.to(wide))
-            return
-        standing = self._sums[id(parameter)][1]
-        if gradient.is_sparse != standing.is_sparse:
-            gradient, standing = gradient.to_dense(), standing.to_dense()
-        self._sums[id(parameter)] = (parameter, standing.add_(gradient))
+        if id(parameter) in self._sums:
+            _, total = self._sums[id(parameter)]
+            if gradient.is_sparse != total.is_sparse:
+                gradient, total = gradient.to_dense(), total.to_dense()
+            total.add_(gradient)
+        else:
+            total = gradient.to(wide)
+        self._sums[id(parameter)] = parameter, total
 
     def finishing(self, window: Window) -> None:
         for parameter, wide in self._sums.values():

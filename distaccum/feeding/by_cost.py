@@ -11,7 +11,8 @@ from torch import Tensor
 from ..cutting import Count, Names, cut_batch, map_tensors, pick_rows
 from ..law import Once, whole_number
 
-Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each row
+# Maps a batch to one number, or to one for each row.
+Cost = Count | Callable[[Any], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class ByCost:
         largest = max(costs, default=0)
         at_once = len(costs) * largest
         groups = group_by_cost(costs, min(limit or max(1, at_once), max(1, -(-at_once // parts))), in_order=in_order)
-        found = list(pick_rows(batch, groups, length, whole)) if groups else []
+        micro_batches = list(pick_rows(batch, groups, length, whole)) if groups else []
         if self.most != "auto" and largest > self.most:
             message = f"a row costs {largest}, more than the {self.most} of ByCost; such rows go alone"
             once("cost", message, on_each_rank=True)
-        trimmed = found if self.trim is None else list(map(self.trim, found))
-        return trimmed, list(map(len, groups)), [cost_of_group(costs, rows) for rows in groups]
+        if self.trim is not None:
+            micro_batches = list(map(self.trim, micro_batches))
+        return micro_batches, list(map(len, groups)), [cost_of_group(costs, rows) for rows in groups]
 
 
 def group_by_cost(costs: Sequence[int], limit: int, *, in_order: bool = False) -> list[list[int]]:
@@ -70,7 +72,7 @@ def group_by_cost(costs: Sequence[int], limit: int, *, in_order: bool = False) -
     ([[2], [0, 3], [1]], [[0], [1], [2, 3]])
     """
     groups: list[list[int]] = []
-    most = 0  # of the costs in the last group
+    most = 0
     for row in range(len(costs)) if in_order else sorted(range(len(costs)), key=lambda row: -costs[row]):
         most = max(most, costs[row])
         if groups and (len(groups[-1]) + 1) * most <= limit:
@@ -87,17 +89,17 @@ def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
 
 def _costs_of_rows(cost: Cost, batch: Any, length: int, whole: Names = ()) -> list[int]:
     """The cost of each of `length` rows, as whole numbers."""
-    found: Any = getattr(cost, "of_rows", cost)(batch)
-    if isinstance(found, Tensor):
-        found = found.tolist()
-    if not isinstance(found, Sequence):  # one number for the whole batch
-        found = [cost(row) for row in cut_batch(batch, [1] * length, length, whole)]
-    if len(found) != length:
-        raise ValueError(f"cost gave {len(found)} numbers for a batch of {length} rows, expected one for each, or one")
-    wrong = next((one for one in found if one < 0 or one % 1), None)
-    if wrong is not None:
-        raise ValueError(f"cost gave {wrong!r} for a row, expected a whole number of at least 0, such as its tokens")
-    return list(map(int, found))
+    costs: Any = getattr(cost, "of_rows", cost)(batch)
+    if isinstance(costs, Tensor):
+        costs = costs.tolist()
+    if not isinstance(costs, Sequence):
+        costs = [cost(row) for row in cut_batch(batch, [1] * length, length, whole)]
+    if len(costs) != length:
+        raise ValueError(f"cost gave {len(costs)} numbers for a batch of {length} rows, expected one for each, or one")
+    wrong = [of_row for of_row in costs if of_row < 0 or of_row % 1]
+    if wrong:
+        raise ValueError(f"cost gave {wrong[0]!r} for a row, expected a whole number of at least 0, such as its tokens")
+    return list(map(int, costs))
 
 
 Batch = TypeVar("Batch")
@@ -121,17 +123,17 @@ def trim_padding(mask: str = "attention_mask", *, multiple_of: int = 1) -> Calla
     """
 
     def trim(batch: Batch) -> Batch:
-        found = batch.get(mask) if isinstance(batch, Mapping) else getattr(batch, mask, None)
-        if not isinstance(found, Tensor) or found.ndim != 2:
+        kept = batch.get(mask) if isinstance(batch, Mapping) else getattr(batch, mask, None)
+        if not isinstance(kept, Tensor) or kept.ndim != 2:
             raise TypeError(
-                f"trim_padding({mask!r}) found {type(found).__name__} in a {type(batch).__name__}, expected a tensor "
+                f"trim_padding({mask!r}) found {type(kept).__name__} in a {type(batch).__name__}, expected a tensor "
                 "of shape (rows, columns) that is 0 where there is padding; name it"
             )
-        used = found.ne(0).any(0).nonzero()
+        used = kept.ne(0).any(0).nonzero()
         width = -(-(int(used[-1]) + 1 if len(used) else 1) // multiple_of) * multiple_of
 
         def cut(tensor: Tensor) -> Tensor:
-            has_columns = tensor.ndim > 1 and tensor.shape[:2] == found.shape
+            has_columns = tensor.ndim > 1 and tensor.shape[:2] == kept.shape
             return tensor[:, :width] if has_columns else tensor
 
         trimmed: Batch = map_tensors(batch, cut)

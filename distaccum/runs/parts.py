@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
 
 
-def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: str = "a part") -> Iterator[Item]:
+def each_part(window: Any, items: Iterable[Item], call: str = "parts()", name: str = "a part") -> Iterator[Item]:
     """Yields `items`, drawing one ahead, so that the last one is known before its backward."""
     if window.has_more_parts:
         raise DistaccumError(
@@ -34,7 +34,7 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: st
         following: Any = next(sequence, nothing)
         window.has_more_parts, window.turn = following is not nothing, WAITING
         yield item
-        refuse_missing_backward(window, one)
+        refuse_missing_backward(window, name)
         item = following
 
 
@@ -45,7 +45,8 @@ def each_head(
     engine = job.engine
     if "step" in engine.owns:
         raise DistaccumError(f"heads() with {engine.name}, whose backward takes losses alone; add them up")
-    cut: list[tuple[Tensor, Tensor]] = []  # pairs of the trunk's output and the copy that heads get
+    # Pairs of the trunk's output and the copy that heads get.
+    cut: list[tuple[Tensor, Tensor]] = []
 
     def cut_off(output: Tensor) -> Tensor:
         if not output.requires_grad:
@@ -61,18 +62,21 @@ def each_head(
         )
     if not heads:
         raise ValueError("heads() got no items, expected one for each backward")
-    parts: list[Any] = [*((head, given) for head in heads), None]  # the trunk
+    # The last part is the trunk's.
+    parts: list[Any] = [*((head, given) for head in heads), None]
     for part in each_part(window, parts, "heads()", "a head"):
         if part is not None:
             yield part
             continue
         reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
-        if not reached and all(window.counts_here):  # otherwise the term was left out
+        # Where a count is 0, its loss was left out.
+        if not reached and all(window.counts_here):
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
         losses, seeds = [output for output, _ in reached], [gradient for _, gradient in reached]
         may_reduce = start()
-        if job.scaler is not None and not job.scales_seeds:  # an adapter's backward scales them again
-            seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in seeds]
+        # An adapter's backward scales them again.
+        if job.scaler is not None and not job.scales_seeds:
+            seeds = [seed / job.scaler.scale(seed.new_ones((), dtype=torch.float32)) for seed in seeds]
         if engine.will_reduce(may_reduce):
             losses, seeds = map(list, engine.with_earlier(losses, seeds))
         run(may_reduce, engine.backward, losses, seeds, may_reduce)

@@ -19,7 +19,8 @@ class Snapshot:
         # All buffers, since batch normalisation updates its statistics without a change of their version.
         modules = {id(module): module for model in models for module in model.modules()}.values()
         own = [(module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in modules]
-        with torch.inference_mode(False):  # otherwise the copies could not be used outside it
+        # Copies that are made in inference mode could not be used outside it.
+        with torch.inference_mode(False):
             self._buffers = [(module, name, b, b.clone()) for module, buffers in own for name, b in buffers]
         self.random = random_state(random_devices(models))
 
@@ -32,9 +33,11 @@ class Snapshot:
         for module, name, buffer, copy in self._buffers:
             is_strided = buffer.layout is torch.strided
             steps = zip(buffer.stride(), buffer.shape, strict=True) if is_strided else ()
-            if not any(step == 0 and num > 1 for step, num in steps):  # it was expanded: torch refuses to write to it
+            # Torch refuses to write to a buffer that was expanded.
+            if not any(step == 0 and num > 1 for step, num in steps):
                 buffer.copy_(copy)
-            if getattr(module, name, None) is not buffer:  # the model replaced or deleted it
+            # The model may have replaced or deleted it.
+            if getattr(module, name, None) is not buffer:
                 (setattr if hasattr(module, name) else nn.Module.register_buffer)(module, name, buffer)
 
 
