@@ -28,7 +28,8 @@ from ..norms import widest
 from ..update import Update
 from ..window import Window
 
-KEPT = 0.99  # of the averages, at each update: about the last hundred updates count
+# An update keeps this part of the averages, so that about the last hundred updates count.
+KEPT = 0.99
 Number = TypeVar("Number", float, Tensor)
 
 
@@ -43,13 +44,17 @@ def split(small: Number, per_sample: Number, large: Number, total: float) -> tup
 
 
 class Early:
-    """The norm of this rank's own gradient after the backward of a window's first micro-batch."""
+    """The norm of this rank's own gradient after the backward of a window's first micro-batch.
+
+    It `is_lost` if part of that gradient was reduced before it was complete.
+    """
 
     def __init__(self, engine: Engine, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._engine, self._parameters = engine, parameters
         self._hooks: list[Any] = []
-        self._norms: dict[int, Tensor] | None = None  # by leaf, taken within a backward that reduces
-        self.is_lost = False  # part of it was reduced before it was complete
+        # By leaf, as taken within a backward that reduces.
+        self._norms: dict[int, Tensor] | None = None
+        self.is_lost = False
 
     def before_backward(self, reduces: bool) -> None:
         """Hooks the leaves of a reducing backward, to take each norm before the reduction overwrites the gradient."""
@@ -57,7 +62,8 @@ class Early:
         if reduces and not self.is_lost:
             self._norms = {}
             for leaf in self._leaves():
-                self._take(leaf)  # from earlier parts: this backward may not reach it
+                # This backward may not reach what earlier parts gave it.
+                self._take(leaf)
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(self._take))
 
     def _leaves(self) -> list[Any]:
@@ -89,13 +95,15 @@ class Estimate:
         self, before: Tensor, row: Callable[[], Any] = lambda: None, norm: Any = None, total: float = 0.0
     ) -> None:
         """`row` returns the sums of `numbers`; `norm` is that of the window's mean gradient, and `total` its count."""
-        self._before = before  # decaying sums of |G|^2, tr(S) and weights
-        self._row, self._norm, self.total = row, norm, total
-        self.norms: list[Tensor] = []  # small, per_sample and large, as in `split`
+        # Of |G|^2, tr(S) and weights, decaying.
+        self._before, self._row, self._norm, self.total = before, row, norm, total
+        # Small, per_sample and large, as in `split`.
+        self.norms: list[Tensor] = []
 
     @cached_property
     def sums(self) -> Tensor:
-        row, self._row = self._row(), lambda: None  # it refers to the update
+        # It refers to the update, and is dropped.
+        row, self._row = self._row(), lambda: None
         if row is None:
             return self._before
         squares, per_sample, num = row.unbind()
@@ -103,8 +111,9 @@ class Estimate:
         large = norm.to(row).square() if isinstance(norm, Tensor) else row.new_full((), norm**2)
         small, per_sample, large = self.norms = [squares / num, per_sample / num, large]
         new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
-        counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)  # else both gradients are one
-        before = self._before.to(row.device, row.dtype, non_blocking=True)  # from the host, if it was loaded
+        # The two gradients may be the same one, and the sums may be on the host, as they were loaded.
+        counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)
+        before = self._before.to(row.device, row.dtype, non_blocking=True)
         return torch.where(counts, KEPT * before + new, before)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,7 +133,7 @@ class NoiseScale(Extension):
 
     key = "noise"
     in_contrast = False
-    _last: Estimate  # of the previous update
+    _last: Estimate
 
     def join(self, job: Job) -> None:
         engine, config = job.engine, job.config
@@ -144,7 +153,7 @@ class NoiseScale(Extension):
         # The step computes it for another purpose.
         self._norm_follows = looks or "step" in engine.owns or config.max_norm is not None
         self._reduction = next(iter(config.reductions.values()))
-        self._early: Early | None = None  # until the first micro-batch ends
+        self._early: Early | None = None
         self._small: Tensor | None = None
         self._norm: Tensor | float | None = None
         self.load(None)
@@ -175,15 +184,17 @@ class NoiseScale(Extension):
             )
             return
         (count, *_), (total, *_) = window.micros[0].counts, window.counts.values()
-        share = share_of(self._reduction, count, total, self._engine.divisor)  # the loss was multiplied by it
+        # The loss was multiplied by its share.
+        share = share_of(self._reduction, count, total, self._engine.divisor)
         norm = self._unscaled(early.norm()) / (share if self._reduction == "mean" else share * count)
         # Of the mean over the micro-batch. Tensors are filled, not copied from the host, which would wait.
         self._small = torch.stack([norm.square(), norm.new_full((), 1 / count), norm.new_ones(())])
 
     def numbers(self, window: Window) -> Tensor | None:
         """This rank's |g|^2 of a micro-batch, 1 / its count, and 1."""
+        # On one rank there may be nothing to compare.
         if self._engine.peers.num_ranks == 1 and self._small is None:
-            return None  # nothing to compare
+            return None
         if not self._norm_follows:
             self._norm = self._unscaled(self._engine.gradient(self._parameters()).taken)
         zeros = widest(torch.zeros(3, device=window.parameters[0].device))
@@ -200,7 +211,7 @@ class NoiseScale(Extension):
                 self._norm = update.norm()
             (total, *_) = update.counts.values()
             if self._reduction == "sum" and self._norm is not None:
-                self._norm = self._norm / total  # as small numbers are, of the mean
+                self._norm = self._norm / total
             self._last = Estimate(self._last.sums, partial(update.summed, self.key), self._norm, total)
         else:
             self._last = Estimate(self._last.sums)

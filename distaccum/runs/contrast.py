@@ -30,7 +30,8 @@ Encode = Callable[[Batch], Tensor | Sequence[Tensor]]
 PairsLoss = Callable[..., Tensor]
 # How far a second encoding may be from the first, relative to the largest element.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-GOLDEN = 0x9E3779B97F4A7C15  # spreads the windows' seeds
+# Spreads the windows' seeds.
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, columns: Columns) -> Update:
@@ -53,17 +54,21 @@ def _run(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement
     engine, peers = job.engine, job.engine.peers
     window.begin()
     if window.plan.is_empty:
-        list(window)  # completes it
+        # Its loop completes it.
+        list(window)
         return
     before = Snapshot(job.models)
     encoded = _encode_all(job, encode, window)
-    agreement.agree()  # a rank that fails does so before this, while the others wait in it
-    before.restore_buffers()  # encoding each micro-batch again updates them
+    # A rank that fails has done so by now, and the others wait for it here.
+    agreement.agree()
+    # Encoding each micro-batch again updates them again.
+    before.restore_buffers()
     scale = torch.ones((), device=window.parameters[0].device)
     everyone, start, seed = gather(peers, encoded, scale.device)
     scale = scale if job.scaler is None else job.scaler.scale(scale)
     after = random_state(random_devices(job.models))
-    set_seed((seed + GOLDEN * (window.index + 1)) % 2**63)  # so that the loss draws the same on all ranks
+    # The loss draws the same on all ranks.
+    set_seed((seed + GOLDEN * (window.index + 1)) % 2**63)
     loss, gradients, of_parameters = _differentiate(job, loss_fn, everyone, scale, window)
     window.losses.of_pairs = loss, engine.divisor / peers.num_ranks
     window.losses.largest = [
@@ -90,7 +95,8 @@ def _run(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement
             start = end
         del again
     for parameter, gradient in of_parameters:
-        if hasattr(parameter, "to_local"):  # sharded, and used only in the loss
+        # It is sharded, and used only in the loss.
+        if hasattr(parameter, "to_local"):
             whole = gradient * scale.to(gradient.dtype)
             parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)
     set_random_state(after)
@@ -104,7 +110,8 @@ def _encode_all(job: Job, encode: Encode, window: Window) -> list[list[Tensor]]:
     stand_ins = substitute * (window.num_micro_steps - len(window))
     with torch.no_grad():
         encoded = [_tensors_of(encode(fresh(micro.batch))) for micro in (*window.micros, *stand_ins)][: len(window)]
-    torch.clear_autocast_cache()  # torch 2.9 would reuse weights that it cast without a graph
+    # Torch 2.9 would reuse weights that it cast without a graph.
+    torch.clear_autocast_cache()
     job.engine.show_parameters()
     if len({len(part) for part in encoded}) > 1:
         raise ValueError(f"encode() gave {[len(part) for part in encoded]} representations, expected as many each time")
@@ -142,7 +149,8 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
             f"encode() gave the ranks {given} representations, expected as many, with rows of one dtype and shape"
         )
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in given[0]]
-    rows = torch.zeros(max(lengths), sum(sizes), dtype=torch.uint8, device=device)  # bytes, for one collective
+    # Bytes of any dtype go through one collective.
+    rows = torch.zeros(max(lengths), sum(sizes), dtype=torch.uint8, device=device)
     for columns, own in zip(torch.split(rows, sizes, 1), joined, strict=False):
         columns[: len(own)] = own.reshape(len(own), math.prod(own.shape[1:])).view(torch.uint8)
     if peers.group is not None:
@@ -173,7 +181,8 @@ def _differentiate(
             loss = loss_fn(*representations)
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
-        value = loss.detach().clone()  # before a backward hook can change it in place
+        # A backward hook may change the loss in place.
+        value = loss.detach().clone()
         known = set(map(id, wanted))
         if others := [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]:
             raise DistaccumError(
@@ -187,10 +196,11 @@ def _differentiate(
         if not is_out_of_memory(error):
             raise
         shapes = ", ".join(str(list(tensor.shape)) for tensor in representations)
+        # With a cause, retry() would try smaller micro-batches.
         raise DistaccumError(
             f"loss_fn does not fit into memory on all representations ({shapes}; {in_short(error)}); take a "
             "smaller batch, or a loss that goes over its pairs in blocks"
-        ) from None  # with a cause, retry() would try smaller micro-batches
+        ) from None
     unscaled = iter(None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled)
     gradients = [next(unscaled) if tensor.requires_grad else None for tensor in representations]
     of_parameters = [(p, g) for p, g in zip(parameters, unscaled, strict=True) if g is not None]

@@ -16,19 +16,18 @@ from ..feed import Batches
 from ..job import Job
 from ..law import DistaccumError, whole_number
 
-# From allocators and libraries without an error class of their own for it.
+# Devices, the host, the host on Windows, and libraries say this where they have no error class of their own for it.
+# NOT_SUPPORTED is cuDNN's error if its workspace does not fit.
 MESSAGES = (
-    "out of memory",  # CUDA, HIP, XPU, MPS
-    "can't allocate memory",  # torch's allocator on the host
-    "not enough memory",  # the same on Windows
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if its workspace does not fit
+    *("out of memory", "can't allocate memory", "not enough memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
 )
-FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
-PROOFS = 2  # windows: the optimizer makes its state in the first step, so the second window has less memory
-MOST_PROOFS = 64
-LEAST = {"good": 0, "since": 0, "wait": 1, "size": 1, "too_large": 1}  # of a state's numbers; the last two may be None
+# As many updates go by before a larger size is tried.
+FIRST_WAIT, LONGEST_WAIT = 16, 4096
+# The optimizer makes its state in the first step, so the second window has less memory.
+PROOFS, MOST_PROOFS = 2, 64
+# No number of a state is below these; the last two may be None.
+LEAST = {"good": 0, "since": 0, "wait": 1, "size": 1, "too_large": 1}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -37,13 +36,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")), is_out_of_memory(KeyError())
     (True, False)
     """
-    is_short = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, DistaccumError)  # one of ours may quote such an error
-        and any(message in str(error) for message in MESSAGES)
-    )
-    cause = error.__cause__  # itself after `raise error from error`
-    return is_short or (cause is not None and cause is not error and is_out_of_memory(cause))
+    # An error of ours may quote such an error.
+    tells = isinstance(error, RuntimeError) and not isinstance(error, DistaccumError)
+    is_short = tells and any(message in str(error) for message in MESSAGES)
+    if is_short or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # After `raise error from error` the cause is the error itself.
+    cause = error.__cause__
+    return cause is not None and cause is not error and is_out_of_memory(cause)
 
 
 def free() -> None:
@@ -66,16 +66,23 @@ class MicroBatchSize:
     ...     known.succeeded(32, parts=4)
     >>> known.size, known.ran_out(48), known.size  # a size in between is tried now and then, and given up again
     (48, True, 32)
+
+    Attributes:
+        most: The requested size; None is "auto".
+        size: The size in use; None is no limit.
+        good: The largest that succeeded.
+        too_large: The smallest that did not fit.
+        since, wait: The windows at this size, and how many there shall be before a larger one is tried.
+        proofs: The samples in a micro-batch and the numbers in a sample, of windows that succeeded. After PROOFS of
+            them a window with no more of either may reduce in its backward at once.
     """
 
-    most: int | None  # the requested size; None: "auto"
-    size: int | None = None  # in use; None: no limit
-    good: int = 0  # the largest that succeeded
-    too_large: int | None = None  # the smallest that did not fit
-    since: int = 0  # windows at this size
+    most: int | None
+    size: int | None = None
+    good: int = 0
+    too_large: int | None = None
+    since: int = 0
     wait: int = FIRST_WAIT
-    # The samples in a micro-batch and the numbers in a sample, of windows that succeeded. After PROOFS of them a window
-    # with no more of either may reduce in its backward at once.
     proofs: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -100,8 +107,9 @@ class MicroBatchSize:
         self.good = max(self.good, largest)
         if not self.is_proven(largest, width):
             self.proofs = [*self.proofs[-MOST_PROOFS:], (largest, width)]
+        # A batch of one part was not bounded by the size.
         if self.too_large is None or self.size is None or parts == 1:
-            return  # no size is known not to fit, or this batch was not bounded by the size
+            return
         if largest >= self.too_large:
             self.too_large = 2 * largest
         self.since += 1
@@ -122,8 +130,9 @@ class MicroBatchSize:
             if name not in ("size", "too_large") or state.get(name, 0) is not None
         }
         size = numbers.pop("size", None)
+        # A size that nothing limited was the one requested then.
         if "too_large" not in numbers:
-            size = None  # it was the size requested then
+            size = None
         elif self.most is not None and size is not None:
             size = min(size, self.most)
         return MicroBatchSize(self.most, size, **numbers)
@@ -142,11 +151,13 @@ def measure(job: Job, batches: Batches) -> tuple[bool, int, int]:
 
     If ranks run in lockstep, a failure on one cannot be undone either way, so a requested size is trusted.
     """
-    engine, lengths, costs = job.engine, batches.lengths or [0], batches.costs
-    if costs is not None:  # of the costliest micro-batch that could be cut further
+    engine, lengths, costs = job.engine, batches.lengths or [], batches.costs
+    if costs is not None:
+        # A micro-batch of one row could not be cut further.
         lengths = [cost for cost, rows in zip(costs, lengths, strict=True) if rows > 1] or [1]
-    largest, width = max(lengths), largest_sample(batches.micro_batches)
-    in_step = engine.lockstep and engine.sync != "gathered"  # each forward or backward waits for all ranks
+    largest, width = max(lengths, default=0), largest_sample(batches.micro_batches)
+    # Each forward or backward waits for all ranks.
+    in_step = engine.lockstep and engine.sync != "gathered"
     is_believed = in_step and not (job.config.most == "auto" and "gathered" in engine.policies)
     return not is_believed and not fit_of(job).is_proven(largest, width), largest, width
 
@@ -155,7 +166,8 @@ def largest_sample(micro_batches: Iterable[Any]) -> int:
     """The most numbers that a sample has in any one tensor, which tells a long text from a short one."""
     sizes = [0]
     for _, item, _ in itertools.chain.from_iterable(map(each_entry, micro_batches)):
-        if is_list(item):  # each entry may be a sample
+        # Each entry of a list may be a sample.
+        if is_list(item):
             sizes += [tensor.numel() for _, tensor in tensors_in(item)]
         elif isinstance(item, Tensor) and item.ndim and len(item):
             sizes.append(-(-item.numel() // len(item)))

@@ -25,17 +25,20 @@ from .snapshot import Snapshot
 LossFn = Callable[[Batch], Tensor | Mapping[str, Tensor]]
 
 
-class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
-    """Another rank failed, as a vote said."""
+class FailedElsewhere(Exception):  # noqa: N818
+    """Another rank failed, as a vote said; it never leaves this library."""
 
 
 @final
 class Agreement(Extension):
-    """Makes ranks agree that none has failed before any of them reduces."""
+    """Makes ranks agree that none has failed before any of them reduces.
+
+    `is_reducing` is true in a backward that other ranks take part in.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.is_reducing = False  # in a backward that other ranks take part in
+        self.is_reducing = False
 
     def before_backward(self, window: Window, reduces: bool) -> None:
         if reduces:
@@ -73,7 +76,8 @@ def refuse_closure(engine: Engine, call: str) -> None:
     """Raises if `call`, which takes a function of the caller, cannot run it."""
     if engine.pipeline is not None:
         engine.pipeline.refuse_closure(call)
-    if call != "update" and engine.peers.has_parts:  # update() needs no whole samples
+    # Alone update() needs no whole samples.
+    if call != "update" and engine.peers.has_parts:
         raise DistaccumError(
             f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
             "on a model whose ranks have samples of their own"
@@ -97,7 +101,8 @@ def retry(
     """Runs a window and steps it; if it runs out of memory, tries again with smaller micro-batches."""
     planner.make_way()
     job = planner.job
-    job.random.put_back()  # now, so that a second attempt has the same numbers
+    # They are put back now, so that a second attempt has the same numbers.
+    job.random.put_back()
     snapshot = Snapshot(job.models)
     while True:
         agreement = Agreement(job.engine)
@@ -110,7 +115,8 @@ def retry(
             update = window.step()
         except BaseException as error:
             window.discard()
-            if window.stage is not Stage.STEPPED:  # otherwise the weights have moved
+            # After a step the weights have moved.
+            if window.stage is not Stage.STEPPED:
                 snapshot.restore()
             # A step raises on all ranks alike, or where no other rank waits for this one.
             if has_run or not isinstance(error, Exception) or isinstance(error, NonfiniteError | LostRanksError):
@@ -130,8 +136,9 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
     is_fault, told = is_own and not is_short, in_short(error) if is_own else ""
     try:
         if is_fault:
+            # The others are out of reach in the reduction, or have failed in the same way.
             if agreement.is_reducing and peers.num_ranks > 1:
-                raise error  # the others are out of reach in the reduction, or have failed in the same way
+                raise error
             peers.tell(error)
         try:
             if is_own:
@@ -157,4 +164,5 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
                 "nothing was stepped. Use a smaller model or sample, activation checkpointing, or a lower precision"
             )
     finally:
-        del error  # otherwise its traceback would keep itself and the failed forward alive
+        # Its traceback would keep itself and the failed forward alive.
+        del error

@@ -18,7 +18,7 @@ from ..law import DistaccumError, in_short, warn, whole_number
 from ..planner import Planner
 from ..runs.memory import fit_of
 
-Part = dict[str, Any]  # what belongs to one rank
+Part = dict[str, Any]
 NOTHING: Part = {"random": None, "is_between": True, "loaders": []}
 OF_STATE = "; give what state_dict() gave, of this version"
 
@@ -65,10 +65,11 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
         if extension.key:
             extension.load(state.get(extension.key))
 
+    # It may be planned; and the schedules are loaded too.
     if window is not None:
-        window.discard()  # it may be planned
+        window.discard()
     planner.forget(warns=False)
-    job.epochs.clear()  # schedules are loaded too
+    job.epochs.clear()
     job.random.load(part["random"], is_between=part["is_between"])
     planner.load(part["loaders"])
     job.index, job.skipped, job.start, job.fit = index, skipped, None, learned
@@ -99,13 +100,15 @@ def _pack(part: Part) -> bytes:
     `torch.distributed.checkpoint` loads only entries that a fresh state also has, and a fresh state cannot have entries
     that are not known yet.
     """
-    if numpy := part["random"].get("numpy"):  # whose array could not be loaded again
-        words = {name: word if isinstance(word, int) else word.tolist() for name, word in numpy["state"].items()}
+    # An array of numpy could not be loaded again.
+    if numpy := part["random"].get("numpy"):
+        words = {name: word.tolist() if hasattr(word, "tolist") else word for name, word in numpy["state"].items()}
         part = {**part, "random": {**part["random"], "numpy": {**numpy, "state": words}}}
     box = io.BytesIO()
     try:
         torch.save(part, box)
-        if part["loaders"]:  # fail now, not in the job that wants to resume
+        # This fails now, not in the job that wants to resume.
+        if part["loaders"]:
             torch.load(io.BytesIO(box.getvalue()), weights_only=True)
     except Exception as error:
         held = re.search(r"GLOBAL ([\w.]+)", str(error))

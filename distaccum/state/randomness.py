@@ -14,19 +14,24 @@ from ..law import Once
 
 # The modules with `get_rng_state(device)` and `set_rng_state(state, device)` of devices for which torch has none.
 MODULES = {"xla": "torch_xla.core.xla_model"}
-Numbers = dict[str, Any]  # the state of each generator
+Numbers = dict[str, Any]
 
 
 @final
 class RandomNumbers:
-    """This rank's generators: their states as a window begins, and those that a checkpoint puts back."""
+    """This rank's generators: their states as a window begins, and those that a checkpoint puts back.
+
+    Attributes:
+        loaded: The states from a checkpoint, until a window begins.
+        is_between: They are those before the next loader is opened.
+    """
 
     def __init__(self, models: Sequence[nn.Module], once: Once) -> None:
         self._models, self._once = models, once
         self._devices: list[torch.device] | None = None
         self._due: Numbers | None = None
-        self.loaded: Numbers | None = None  # from a checkpoint, until a window begins
-        self.is_between = True  # the loaded numbers are those before the next loader is opened
+        self.loaded: Numbers | None = None
+        self.is_between = True
 
     def load(self, numbers: Numbers | None, *, is_between: bool) -> None:
         self.loaded = self._due = numbers
@@ -40,7 +45,8 @@ class RandomNumbers:
     def begin(self) -> Numbers:
         """Called as a window begins, before its first forward; its data are drawn, which may have drawn numbers too."""
         self.put_back()
-        if self._devices is None:  # looked up once: a large model has thousands of tensors
+        # They are looked up once: a large model has thousands of tensors.
+        if self._devices is None:
             self._devices = random_devices(self._models)
         return random_state(self._devices)
 

@@ -46,15 +46,22 @@ BOUND_OF_HALF = 5e-2
 
 @dataclass(frozen=True)
 class Measured:
-    """This rank's part of a gradient, by parameter, and the loss."""
+    """This rank's part of a gradient, by parameter (a scalar 0 if it has none), and the loss."""
 
-    gradients: list[Tensor]  # a scalar 0 if a parameter has none
+    gradients: list[Tensor]
     loss: float
     num_micro_batches: int = 1
 
 
 class Comparison:
-    """Compares the accumulated gradient with the big batch's, in the model's current modes and dtype."""
+    """Compares the accumulated gradient with the big batch's, in the model's current modes and dtype.
+
+    Attributes:
+        batch: The batch of all ranks, with its `length`.
+        narrowest: The narrowest dtype in backward: many models take a softmax or a norm in float32.
+        is_finite: The accumulated loss is finite, as the whole batch's is.
+        micro_batches: Their number, by rank.
+    """
 
     def __init__(self, trial: Planner, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
         job = trial.job
@@ -63,11 +70,10 @@ class Comparison:
         self.before, self.whole = before, columns.whole
         self._trial, self._loss_fn, self._columns, self._own = trial, loss_fn, columns, batch
         self.batch, self.length = self._of_all_ranks()
-        self.micro_batches: tuple[int, ...] = ()  # by rank
-        self.is_finite = True  # the accumulated loss is finite; the whole batch's is
+        self.micro_batches: tuple[int, ...] = ()
+        self.is_finite = True
         self.notes: list[str] = []
-        self.dtype = min({p.dtype for p in self.parameters}, key=_bits)
-        self.narrowest = self.dtype  # dtype in backward; many models take a softmax or a norm in float32
+        self.dtype = self.narrowest = min({p.dtype for p in self.parameters}, key=_bits)
         self._cast: Callable[[Any], Any] = fresh
         self.modules = list({id(m): (n, m) for model in self.models for n, m in model.named_modules()}.values())
 
@@ -81,7 +87,8 @@ class Comparison:
                     "trained (requires_grad_(True))"
                 )
             length = self._columns.length_of(self._own)
-        except Exception as error:  # the others wait in the gathering below, which tells them
+        except Exception as error:
+            # The others wait in the gathering below, which tells them.
             failed = error
             peers.tell(error)
         own = self._own if peers.num_ranks == 1 else map_tensors(self._own, Tensor.cpu)
@@ -97,7 +104,8 @@ class Comparison:
 
     def count(self, name: str, batch: Any, length: int) -> float:
         count = self._trial.job.config.counts[name]
-        return length if count is count_samples else float(count(batch))  # the caller may have given the length
+        # The caller may have given the length.
+        return length if count is count_samples else float(count(batch))
 
     def bound(self) -> float:
         return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
@@ -118,14 +126,15 @@ class Comparison:
                 f"the loss of the whole batch is {exact.loss:g}, and it or its gradient is not finite, so there is "
                 "nothing to compare with; look for it in the batch and the model, or lower the scaler's scale"
             )
+        # Uneven parts show a wrong count; one sample is too few for batch normalisation.
         normalises = any(isinstance(module, KINDS) and module.training for _, module in self.modules)
         length = self._columns.length_of(self._own)
-        sizes = uneven_sizes(length, least=2 if normalises else 1)  # one sample is too few for it
+        sizes = uneven_sizes(length, least=2 if normalises else 1)
         parts = list(cut_batch(self._own, sizes, length, self.whole)) if sizes else []
         as_cut = self._measured(cut_up(self._own, self._trial.job, self._columns, parts=2))
-        uneven = self._measured(lambda _: Batches(parts, sizes))  # uneven parts show a wrong count
+        uneven = self._measured(lambda _: Batches(parts, sizes))
         self.micro_batches = tuple(int(num) for (num,) in peers.gather([as_cut.num_micro_batches]))
-        self.is_finite = math.isfinite(as_cut.loss + uneven.loss)  # the same on all ranks
+        self.is_finite = math.isfinite(as_cut.loss + uneven.loss)
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 

@@ -93,7 +93,8 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
             f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
         )
     every, warned = job.parameters(), set(job.once.keys)
-    trial = copy.copy(job)  # a job whose windows have no extensions, judge nothing, and count separately
+    # A job whose windows have no extensions, judge nothing, and count separately.
+    trial = copy.copy(job)
     trial.begin_anew()
     trial.random, trial.fit, trial.substitute = None, job.fit, job.substitute
     trial.hooks, trial.config = hooks_of(()), replace(job.config, on_nonfinite="ignore")
