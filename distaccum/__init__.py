@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .feeding.by_cost import ByCost as ByCost
     from .law import DistaccumError as DistaccumError
     from .runs.check.report import Report as Report
-    from .tools.plan.forecast import plan as plan
-    from .tools.plan.report import Forecast as Forecast
+    from .tools.plan import Forecast as Forecast
+    from .tools.plan import plan as plan
     from .update import Update as Update
     from .window import Window as Window
 

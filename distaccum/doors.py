@@ -23,14 +23,14 @@ PUBLIC = {
     "ByCost": "feeding.by_cost",
     "DistaccumError": "law",
     "Extension": "extension",
-    "Forecast": "tools.plan.report",
+    "Forecast": "tools.plan",
     "Report": "runs.check.report",
     "Update": "update",
     "Window": "window",
     "audit": "auditing.session",
     "count_samples": "cutting",
     "count_tokens": "cutting",
-    "plan": "tools.plan.forecast",
+    "plan": "tools.plan",
 }
 DOORS = {
     **PUBLIC,

@@ -115,7 +115,7 @@ def test_check_prints_a_traceback_or_json_on_request(folder, capsys):
 WRONG = {
     "plann": "distaccum: argument COMMAND: invalid choice: 'plann'",
     "plan --bath-size 8": "distaccum: unrecognized arguments: --bath-size 8 (distaccum --help lists the options)",
-    "plan --ranks x": "distaccum plan: argument --ranks: invalid int value: 'x' (distaccum plan --help lists",
+    "plan --lr x": "distaccum plan: argument --lr: invalid float value: 'x' (distaccum plan --help lists",
 }
 
 
@@ -132,6 +132,8 @@ SENSELESS = {
     "plan --memory 0": "memory='0', expected a whole number of at least 1,000,000, such as 80GB",
     "plan --memory 80": "memory='80', expected a whole number of at least 1,000,000, such as 80GB",
     "plan --lr 0": "lr=0.0, expected a number above 0",
+    "plan --ranks x": "ranks='x', expected a whole number of at least 1, such as 8 or 512",
+    "plan --dtype int8": "dtype='int8', expected one of float32, bfloat16, float16",
     "audit --updates 0 train.py": "--updates=0, expected a whole number of at least 1; leave it out to run the script",
     "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",
     "check factories:good --steps 0": "steps=0, expected a whole number of at least 1",

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator, plan
 from distaccum.law import cut_evenly, steps_for
 from distaccum.tools.cli import main
-from distaccum.tools.plan.fitting import fit
-from distaccum.tools.plan.rules import scaled_learning_rate
+from distaccum.tools.fitting import fit
+from distaccum.tools.plan import scaled_learning_rate
 from tests.support.counting import Counting
 from tests.support.ranks import on_ranks
 from tests.support.windows import run_window

@@ -1,1 +1,0 @@
-"""Forecasts of a run before it starts; everything here but `fitting.py` works without torch."""
