@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,7 +43,6 @@ exit status: 0 equivalent, 1 not equivalent, 2 the check could not run
 PLAN = """
 examples:
   distaccum plan --parameters 7b --ranks 8 --memory 80GB      does it fit, and how
-  distaccum plan --measure my_training:setup --ranks 8 --memory 24GB --batch-size 4096
   distaccum plan --batch-size 1024 --micro-batch-size 32 --ranks 8 --base-batch-size 256 --lr 0.1 --optimizer sgd
 
 exit status: 0 planned, 2 the plan failed
@@ -151,7 +150,7 @@ def _check(given: argparse.Namespace) -> int:
     return 0 if report.equivalent else 1
 
 
-def _made_by(factory: str, *, on_meta: bool = False) -> tuple[Any, Any, Any, dict[str, Any]]:
+def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Calls the factory; returns model, batch, loss_fn, and the Accumulator's options."""
     module, _, name = factory.rpartition(":")
     if not module or not name:
@@ -160,10 +159,7 @@ def _made_by(factory: str, *, on_meta: bool = False) -> tuple[Any, Any, Any, dic
     make = getattr(_imported(module, name), name, None)
     if not callable(make):
         raise ValueError(f"{module} has no function {name}")
-    import torch
-
-    # On stdout there is nothing but the report.
-    with redirect_stdout(sys.stderr), torch.device("meta") if on_meta else nullcontext():
+    with redirect_stdout(sys.stderr):  # On stdout there is nothing but the report.
         made = make()
     if isinstance(made, tuple) and len(made) == 3:
         made = dict(zip(("model", "batch", "loss_fn"), made, strict=True))
@@ -209,27 +205,13 @@ def _add_plan(commands: Any) -> None:
     about = "work out what fits, and steps, cut, bytes and learning rate of a run before it starts"
     parser = _command(commands, "plan", _plan, about, PLAN)
     # The options are the function's arguments, in its own words.
-    for name, meaning in re.findall(r"^ +(\w+): (.*)$", str(plan.__doc__), re.MULTILINE):
-        if name != "model":
-            kind = float if name == "lr" else str
-            parser.add_argument(
-                f"--{name.replace('_', '-')}", type=kind, metavar="VALUE", help=meaning.replace("`", "")
-            )
-    parser.add_argument("--measure", metavar="MODULE:FACTORY", help="Count this model instead, and try what fits here.")
-    parser.add_argument("--meta", action="store_true", help="Measure on the meta device, which needs no memory.")
+    for name, meaning in re.findall(r"^ +(\w+): (.*)$", str(plan.__doc__).replace("`", ""), re.MULTILINE):
+        option, kind = f"--{name.replace('_', '-')}", float if name == "lr" else str
+        parser.add_argument(option, type=kind, metavar="VALUE", help=meaning)
 
 
 def _plan(given: argparse.Namespace) -> int:
-    options = _given(given, *(name for name in inspect.signature(plan).parameters if name != "model"))
-    if given.meta and given.measure is None:
-        raise ValueError("--meta without --measure, expected a model to make on the meta device; give --measure too")
-    if given.measure is not None:
-        *made, others = _made_by(given.measure, on_meta=given.meta)
-        names = ("batch_size", "micro_batch_size", "reduction")
-        of_model = {name: others[name] for name in names if isinstance(others.get(name), int | str)}
-        if of_model.get("micro_batch_size") == "auto":
-            del of_model["micro_batch_size"]
-        options = {"model": tuple(made), **of_model, **options}  # The command line wins.
+    options = _given(given, *inspect.signature(plan).parameters)
     forecast = plan(**options)
     print(json.dumps(forecast.as_dict(), indent=2) if given.json else forecast)
     return 0

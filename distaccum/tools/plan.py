@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from ..law import REDUCTIONS, Reduction, cut_evenly, plural, steps_for
 from .terminal import bytes_text, fitted
@@ -24,16 +23,6 @@ HELD = ("parameters", "gradients", "optimizer", "buffers")
 SENT = ("bytes_per_micro_step", "bytes_once", "bytes_per_update")
 GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
 MALLADI = "Malladi et al. 2022, arXiv:2205.10287"
-
-
-class Sizes(NamedTuple):
-    """The trained parameters of a model and its equal layers, and the bytes of parts; activations of a micro-batch."""
-
-    numbers: int
-    parameters: int
-    gradients: int
-    layers: int
-    activations: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +56,14 @@ class Forecast:
     `print(forecast)` prints the text of `distaccum plan`.
 
     Attributes:
-        given (dict[str, Any]): The arguments, with counts as numbers, and the bytes of the model if known.
+        given (dict[str, Any]): The arguments, with counts as numbers.
         steps (int | None): Micro-batches per rank and update.
         windows (Cut | None): An update of `windows(loader)`, in whole micro-batches: its `samples`, and `ranks`, groups
             of ranks with equal parts (`ranks`, `samples`, and `micro_batches` as pairs of number and size).
         split (Cut | None): An update of `split(batch)` and `update(batch, loss_fn)`, which cut the batch exactly.
         policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`: `policy`, its name; what a rank holds,
-            `parameters`, `gradients`, `optimizer`, `buffers`, and all of it with activations, `bytes`; whether it
-            `fits`; and what a rank sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
+            `parameters`, `gradients`, `optimizer`, `buffers`, and their sum, `bytes`; whether it `fits`; and what a
+            rank sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
         learning_rate (dict[str, Any] | None): `advice`, sentences; with `optimizer` also `lr_times`, `lr`, and for
             Adam `eps_times`.
         missing (tuple[str, ...]): Which options to give for the values that are None.
@@ -95,28 +84,26 @@ class Forecast:
     @property
     def answer(self) -> str:
         """Says in a sentence what fits in `memory`."""
-        memory, more = bytes_text(self.given["memory"]), "" if self.given["activations"] else " and activations"
         usual = next(row for row in self.policies if row["policy"] in ("plain", "DDP, last"))
         best, least = self.policies[0], min(self.policies, key=lambda row: row["bytes"])
-        of_usual, of_best, of_least = (f"{bytes_text(row['bytes'])}{more}" for row in (usual, best, least))
-        name = "A plain module" if usual["policy"] == "plain" else "DDP"
+        names = [row["policy"].replace(", ", " with sync=") for row in (usual, best, least)]
+        held = [f"{bytes_text(row['bytes'])} and activations" for row in (usual, best, least)]
+        memory = bytes_text(self.given["memory"])
         if not least["fits"]:
-            return (
-                f"Nothing fits in {memory}: the least is {_called(least)}, {of_least} on each rank; take more ranks, a "
-                "smaller dtype or offloading."
-            )
+            cures = "take more ranks, a smaller dtype or offloading"
+            return f"Nothing fits in {memory}: the least is {names[2]}, {held[2]} on each rank; {cures}."
+        name = "A plain module" if names[0] == "plain" else "DDP"
         if usual["fits"]:
-            return f"{name} fits in {memory}: it takes {of_usual} on each rank."
-        text = f"{name} does not fit in {memory}: it takes {of_usual} on each rank. {_called(best)} fits with {of_best}"
+            return f"{name} fits in {memory}: it takes {held[0]} on each rank."
+        text = f"{name} does not fit in {memory}: it takes {held[0]} on each rank. {names[1]} fits with {held[1]}"
         if best is least:
             return f"{text}, and holds and sends the least."
-        return f"{text} and sends the least; {_called(least)} holds the least, {of_least}."
+        return f"{text} and sends the least; {names[2]} holds the least, {held[2]}."
 
     def __str__(self) -> str:
         given = self.given
         lines = [self.answer] if self.policies and given["memory"] is not None else []
         lines += [f"plan for {plural(given['ranks'], 'rank')} on {plural(given['nodes'], 'node')}"]
-        lines += [f"  {given['measured']}"] * bool(given["measured"])
         if self.steps is not None and self.windows is not None and self.split is not None:
             batch, more = given["batch_size"], self.windows.samples - given["batch_size"]
             steps = f"steps: {plural(self.steps, 'micro-step')} per rank and update"
@@ -145,10 +132,6 @@ class Forecast:
         return lines
 
 
-def _called(row: dict[str, Any]) -> str:
-    return str(row["policy"]).replace(", ", " with sync=")
-
-
 def plan(
     *,
     batch_size: int | str | None = None,
@@ -159,7 +142,6 @@ def plan(
     dtype: str = "float32",
     layers: int | None = None,
     memory: float | str | None = None,
-    model: tuple[Any, Any, Callable[[Any], Any]] | None = None,
     base_batch_size: int | str | None = None,
     lr: float | None = None,
     optimizer: Optimizer | None = None,
@@ -175,17 +157,16 @@ def plan(
         micro_batch_size: The most samples in one forward on one rank.
         ranks: Data-parallel ranks of the job; a multiple of `nodes`. Ranks that share samples count as one.
         nodes: Machines, each with equally many ranks.
-        parameters: Trained parameters of the model, or its name, such as `"gpt2"` or `"llama-7b"`; not beside `model`.
-        dtype: The dtype of parameters and gradients; not beside `model`, which has its own.
+        parameters: Trained parameters of the model, or its name, such as `"gpt2"` or `"llama-7b"`.
+        dtype: The dtype of parameters and gradients: `"float32"`, `"bfloat16"` or `"float16"`.
         layers: Equal layers of the model, each wrapped by itself under FSDP2; by default the named model's, or 32.
         memory: Bytes of a device, such as `"80GB"`: shows which policies fit, the best first.
-        model: A model, a batch and a `loss_fn` (micro-batch -> loss), which are measured on this machine.
         base_batch_size: The batch size that `lr` was chosen for.
         lr: The learning rate at `base_batch_size`.
         optimizer: `"sgd"`, `"momentum"` or `"adam"`; None gives the rules for SGD and Adam, and the bytes of Adam.
         reduction: As for the Accumulator. With `"sum"`, SGD's step already grows with the batch.
     """
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "model"} | {"measured": ""}
+    given: dict[str, Any] = dict(locals())
     given["parameters"], equal_layers = MODELS.get(str(parameters).lower(), (parameters, 32))
     for name in AMOUNTS:
         if given[name] is not None or name in ("ranks", "nodes"):
@@ -198,33 +179,21 @@ def plan(
     for name, known in CHOICES.items():
         if given[name] is not None and given[name] not in known:
             raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
-    sizes = steps = windows = split = rate = None
-    if model is not None:
-        if parameters is not None or dtype != "float32":
-            raise ValueError(f"{parameters=}, {dtype=} beside a model, which has its own; give one or the other")
-        from .fitting import fit  # It imports torch, which takes seconds.
-
-        sizes, micro, given["measured"] = fit(*model, micro_batch_size=micro)
-        given["micro_batch_size"] = micro
-    elif given["parameters"] is not None:
-        num_bytes = DTYPES[dtype] * given["parameters"]
-        sizes = Sizes(given["parameters"], num_bytes, num_bytes, equal_layers)
+    steps = windows = split = rate = None
+    rows: list[dict[str, Any]] = []
     if batch is not None and micro is not None:
         steps = steps_for(batch, micro, ranks)
         windows = Cut(steps * micro * ranks, (Alike(ranks, steps * micro, ((steps, micro),)),))
         split = _split(batch, micro, ranks)
-    rows: list[dict[str, Any]] = []
-    if sizes is not None:
-        sizes = sizes._replace(layers=given["layers"] or sizes.layers)
-        given |= sizes._asdict() | {"parameters": sizes.numbers}
-        rows = policies_of(sizes, optimizer or "adam", ranks, nodes, steps, given["memory"])
+    if given["parameters"] is not None:
+        given["layers"] = given["layers"] or equal_layers
+        rows = _policies(given, steps)
     if batch is not None and given["base_batch_size"] is not None:
         rate = scaled_learning_rate(batch / given["base_batch_size"], lr, optimizer, reduction)
     wanted = {
         "--batch-size and --micro-batch-size for the steps and the cut": steps is None,
-        "--parameters for the bytes": sizes is None,
+        "--parameters for the bytes": not rows,
         "--memory, such as 80GB, for what fits": given["memory"] is None,
-        "--measure MODULE:FACTORY for the activations": sizes is not None and sizes.activations is None,
         "--batch-size and --base-batch-size for the learning rate": rate is None,
     }
     missing = tuple(options for options, is_missing in wanted.items() if is_missing)
@@ -259,18 +228,18 @@ def _split(batch: int, micro: int, ranks: int) -> Cut:
     return Cut(batch, tuple(groups))
 
 
-def policies_of(
-    sizes: Sizes, optimizer: Optimizer, ranks: int, nodes: int, steps: int | None, memory: int | None
-) -> list[dict[str, Any]]:
+def _policies(given: dict[str, Any], steps: int | None) -> list[dict[str, Any]]:
     """Makes a row for each policy: the bytes that a rank holds at the peak of an update, and the bytes that it sends.
 
     Among W ranks a reduce-scatter or an all-gather sends (W - 1) / W of the bytes, an all-reduce twice that. Policies
-    that fit in `memory` come first, sorted by what they send.
+    that fit in memory come first, sorted by what they send.
     """
-    numbers, p, g, layer = sizes.numbers, sizes.parameters, sizes.gradients, sizes.parameters // sizes.layers
-    kept = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
+    numbers, ranks, nodes, memory = (given[name] for name in ("parameters", "ranks", "nodes", "memory"))
+    # The bytes of all parameters, which are those of their gradients too, and of a layer.
+    p = g = numbers * DTYPES[given["dtype"]]
+    layer, kept = p // given["layers"], {"sgd": 0, "momentum": 1, "adam": 2}[given["optimizer"] or "adam"]
     # Adam's step on a GPU makes a copy.
-    state, copy, w = kept * g, g * (optimizer == "adam"), ranks // nodes
+    state, copy, w = kept * g, g * (kept == 2), ranks // nodes
     # DeepSpeed's masters are in float32, and its buckets have 5e8 numbers unless told otherwise.
     masters, bucket = (1 + kept) * 4 * numbers // ranks, min(numbers, 5 * 10**8) * g // numbers
 
@@ -301,7 +270,7 @@ def policies_of(
     rows = [dict(zip(("policy", *SENT[:2], *HELD), row, strict=True)) for row in table]
     for row in rows:
         row["bytes_per_update"] = None if steps is None else steps * row[SENT[0]] + row[SENT[1]]
-        row["bytes"] = sum(row[name] for name in HELD) + (sizes.activations or 0)
+        row["bytes"] = sum(row[name] for name in HELD)
         row["fits"] = memory is None or row["bytes"] <= memory
     return sorted(rows, key=lambda row: (not row["fits"], *(row[name] or 0 for name in (SENT[2], *SENT[:2], "bytes"))))
 
@@ -318,10 +287,10 @@ def scaled_learning_rate(
     eps, of_sgd, why = 1 / root, kappa, f"linear in the batch ({GOYAL}; held up to 8,192 on ImageNet there)"
     if is_sum:
         eps, of_sgd, why = root, 1.0, f"the gradient of a sum has grown by {kappa:g} already ({GOYAL}, section 3)"
-    sgd = ("SGD", of_sgd, f"{why}, with a warm-up of 5 epochs")
     by_root = f"square root of the batch ({MALLADI}); eps x {eps:g}, 1 - beta x {kappa:g} while beta stays above 0"
-    adam = ("Adam", root, by_root)
-    rules = [sgd, adam] if optimizer is None else [adam if optimizer == "adam" else sgd]
+    rules = [("SGD", of_sgd, f"{why}, with a warm-up of 5 epochs"), ("Adam", root, by_root)]
+    if optimizer is not None:
+        rules = [rules[optimizer == "adam"]]
     advice = [f"{name}: lr x {times:g}{f' = {lr * times:g}' if lr else ''}: {rule}" for name, times, rule in rules]
     if is_sum and kappa != 1:
         advice.append(f"a sum: max_norm and SGD's weight decay x {kappa:g}, to keep their relative weight")

@@ -128,7 +128,6 @@ def test_wrong_option_prints_one_line(capsys, words):
 
 
 SENSELESS = {
-    "plan --meta --batch-size 8": "--meta without --measure, expected a model to make on the meta device; give",
     "plan --memory 0": "memory='0', expected a whole number of at least 1,000,000, such as 80GB",
     "plan --memory 80": "memory='80', expected a whole number of at least 1,000,000, such as 80GB",
     "plan --lr 0": "lr=0.0, expected a number above 0",

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator, plan
 from distaccum.law import cut_evenly, steps_for
 from distaccum.tools.cli import main
-from distaccum.tools.fitting import fit
 from distaccum.tools.plan import scaled_learning_rate
 from tests.support.counting import Counting
 from tests.support.ranks import on_ranks
@@ -177,41 +176,6 @@ def test_mistakes_raise_one_clear_sentence(options, message):
         plan(**options)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
-        self.most = 5
-
-    def forward(self, x):
-        if len(x) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return self.norm(torch.dropout(self.layer(x), 0.5, True)).square().mean()
-
-
-def test_model_is_tried_and_left_unchanged():
-    net, batch = Net(), {"x": torch.randn(16, 6)}
-    net.layer.weight.grad = torch.ones(4, 6)
-    mean, state = net.norm.running_mean.clone(), torch.get_rng_state()
-    found = fit(net, batch, lambda part: net(part["x"]))
-    assert found[0][:4] == (36, 144, 144, 1) and found[0].activations >= 2 * 4 * 4 * 4 and found[1] == 4
-    assert "halved until it fitted" in found[2]
-    assert torch.equal(net.norm.running_mean, mean) and torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(net.layer.weight.grad, torch.ones(4, 6)) and net.layer.bias.grad is None
-    forecast = plan(model=(net, batch, lambda part: net(part["x"])), batch_size=10, ranks=2)
-    assert forecast.steps == 2 and policy(forecast, "DDP, last")["bytes_per_update"] == 144
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        fit(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
-
-
-FACTORY = """
-import torch
-from torch import nn
-
-def setup():
-    model = nn.Linear(6, 4)
-    return model, torch.randn(8, 6), lambda part: model(part).square().mean()
-"""
 RUN = "--batch-size 1000 --micro-batch-size 32 --ranks 8 --nodes 2 --parameters 11.7M"
 
 
@@ -226,19 +190,3 @@ def test_command_prints_text_and_json(capsys):
     assert found["steps"] == 4 and found["windows"]["samples"] == 1024
     rows = {row["policy"]: row for row in found["policies"]}
     assert rows["DDP, every"]["bytes_per_update"] == 4 * rows["DDP, last"]["bytes_per_update"]
-
-
-def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
-    (tmp_path / "planned.py").write_text(FACTORY)
-    monkeypatch.chdir(tmp_path)
-    for device in ("cpu", "meta"):
-        words = ["--batch-size", "32", "--ranks", "2", "--memory", "1e6", *["--meta"] * (device == "meta")]
-        assert main(["plan", "--measure", "planned:setup", *words]) == 0
-        text = " ".join(capsys.readouterr().out.split())
-        kept = "its forward keeps 128 B"  # outputs, which a plain DDP holds too
-        tried = f"a micro-batch of 8 samples fits on {device} (one rank alone; more than 8 was not tried); {kept}"
-        for part in (tried, "DDP fits in 1 MB: it takes 800 B on each rank.", "28 parameters"):
-            assert part in text
-    for option, value in (("--parameters", "7b"), ("--dtype", "bfloat16")):  # none is ignored in silence
-        assert main(["plan", "--measure", "planned:setup", option, value]) == 2
-        assert f"{value!r}" in (said := capsys.readouterr().err) and "beside a model, which has its own" in said
