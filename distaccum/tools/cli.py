@@ -126,7 +126,7 @@ def _add_check(commands: Any) -> None:
 
 
 def _check(given: argparse.Namespace) -> int:
-    sizes = _given(given, "steps", "micro_batch_size")
+    sizes: dict[str, Any] = _given(given, "steps", "micro_batch_size")
     chosen = _given(given, "reduction") | ({} if given.count is None else {"count": _count(given.count)})
     model, batch, loss_fn, options = _made_by(given.factory)
     import torch.distributed as dist
@@ -135,7 +135,7 @@ def _check(given: argparse.Namespace) -> int:
     from ..cutting import Columns
 
     columns = {name: options.pop(name) for name in ("length", "whole") if name in options}
-    of_factory = {name: options.pop(name) for name in ("steps", "micro_batch_size") if name in options}
+    of_factory: dict[str, Any] = {name: options.pop(name) for name in ("steps", "micro_batch_size") if name in options}
     sizes = sizes or of_factory or {"micro_batch_size": max(1, Columns(**columns).length_of(batch) // 3)}
     accumulator = Accumulator(model, options.pop("optimizer", None), **{**options, **sizes, **chosen})
     report = accumulator.check(batch, loss_fn, **columns)

@@ -337,3 +337,16 @@ def test_bad_batch_of_one_rank_raises_on_all_ranks():
     said = refused(accumulator.check, make_batch() if rank else "text", lambda b: of_samples(model, b))
     assert "a str without tensors or lists of samples has no batch dimension" in said
     assert "rank 0 could not begin the check (TypeError: " in said or rank == 0
+
+
+def test_attention_that_drops_by_itself_is_put_aside():
+    class Attending(nn.Module):
+        def forward(self, x):
+            x = x.unsqueeze(1).expand(-1, 4, -1)
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 * self.training)[:, 0]
+
+    report = check(net(nn.Dropout(0.2), Attending()), of_samples)
+    assert [cause.split(":")[0] for cause in report.causes] == ["dropout", "random"]
+    assert re.search(r"the check went on so, and the error is .*e-1\d$", report.causes[1])
+    report = check(net(Attending()), lambda m, b: of_samples(m, b, "sum"))
+    assert [cause.split(":")[0] for cause in report.causes] == ["random", "reduction"]

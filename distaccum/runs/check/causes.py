@@ -29,12 +29,17 @@ def causes_of(comparison: Comparison) -> list[str]:
             )
         if not dropping or _differs(comparison):
             where = ", outside of dropout layers" if dropping else ""
+            _into_eval(training)
+            then = "draw none to see the other causes"
+            if not _differs(comparison):
+                then = (
+                    "in eval mode all calls agree, as where attention drops by itself (GPT-2's); the check went on so"
+                )
             causes.append(
                 "random: the model or the loss gives the same batch another gradient the second time: random numbers "
                 f"are drawn{where}, or something is kept between calls (a buffer, an attribute); random numbers "
-                "need no cure if they are the only cause; draw none to see the other causes"
+                f"need no cure if they are the only cause; {then}"
             )
-            _into_eval(training)
     if normalising := [(name, module) for name, module in training if isinstance(module, KINDS)]:
         causes.append(
             "batchnorm: in training mode a sample's output depends on the others in "
@@ -42,14 +47,18 @@ def causes_of(comparison: Comparison) -> list[str]:
             "(distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it with "
             "batchnorm='ignore'"
         )
-    if causes and _differs(comparison):
-        return causes
-    if causes and comparison.agrees(errors := comparison.compare()):
-        # A layer of your own may do more than drop in training mode.
-        if len(causes) == 1 and dropping and all(type(drop).__module__.startswith("torch.") for _, drop in dropping):
-            left = max(error for _, error in errors)
-            causes[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
-        return causes
+    if causes:
+        if _differs(comparison):
+            return causes
+        errors = comparison.compare()
+        if comparison.agrees(errors):
+            # A layer of your own may do more than drop in training mode.
+            if len(causes) == 1 and dropping and all(type(drop).__module__.startswith("torch.") for _, drop in dropping):
+                left = max(error for _, error in errors)
+                causes[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
+            elif causes[-1].startswith("random"):
+                causes[-1] += f", and the error is {max(error for _, error in errors):.1e}"
+            return causes
     in_losses = (_cause_in_the_loss(comparison, name) for name in comparison.reductions)
     causes += dict.fromkeys(cause for cause in in_losses if cause is not None)
     return causes or ["unknown: no cause was found; the error is beyond rounding"]
