@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .feeding.by_cost import ByCost as ByCost
     from .law import DistaccumError as DistaccumError
     from .runs.check.report import Report as Report
+    from .saving import load as load
+    from .saving import save as save
     from .tools.plan import Forecast as Forecast
     from .tools.plan import plan as plan
     from .update import Update as Update

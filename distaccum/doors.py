@@ -30,7 +30,9 @@ PUBLIC = {
     "audit": "auditing.session",
     "count_samples": "cutting",
     "count_tokens": "cutting",
+    "load": "saving",
     "plan": "tools.plan",
+    "save": "saving",
 }
 DOORS = {
     **PUBLIC,

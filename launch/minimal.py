@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from distaccum import Accumulator
+import distaccum
 
 FILE = Path(sys.argv[1] if len(sys.argv) > 1 else "minimal.pt")
 EPOCHS, MICRO_BATCH, STEPS, SAVE_EVERY = 5, 8, 4, 10  # an update is 8 x 4 samples on each rank
@@ -28,13 +28,12 @@ model = nn.parallel.DistributedDataParallel(network) if ranks > 1 else network
 optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
 per_epoch = -(-len(data) // (ranks * MICRO_BATCH * STEPS))  # updates; the last may be smaller
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * per_epoch)
-accumulator = Accumulator(model, optimizer, steps=STEPS, scheduler=scheduler, max_norm=1.0)
+accumulator = distaccum.Accumulator(model, optimizer, steps=STEPS, scheduler=scheduler, max_norm=1.0)
 parts = {"model": network, "optimizer": optimizer, "scheduler": scheduler, "accumulator": accumulator}
 
 torch.manual_seed(rank)  # weights are the same on all ranks, dropout is not
 if FILE.exists():
-    for name, state in torch.load(FILE, map_location="cpu").items():
-        parts[name].load_state_dict(state)
+    distaccum.load(FILE, **parts)
 while accumulator.index < EPOCHS * per_epoch:
     epoch, done = divmod(accumulator.index, per_epoch)
     mine = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))[rank::ranks]
@@ -44,14 +43,7 @@ while accumulator.index < EPOCHS * per_epoch:
             window.backward(nn.functional.cross_entropy(model(batch.to(device)), labels.to(device)))
         update = window.step()
         if accumulator.index % SAVE_EVERY == 0 or accumulator.index == EPOCHS * per_epoch:
-            every = [accumulator.state_dict()] * ranks  # every rank's: each has its own random numbers
-            if ranks > 1:
-                dist.all_gather_object(every, accumulator.state_dict())
-            if rank == 0:
-                state = {name: part.state_dict() for name, part in parts.items()}
-                state["accumulator"] = {name: value for one in every for name, value in one.items()}
-                torch.save(state, FILE.with_suffix(".new"))
-                FILE.with_suffix(".new").replace(FILE)  # if killed, the old file or the new one is whole
+            distaccum.save(FILE, **parts)  # if killed, the old file or the new one is whole
     if rank == 0:
         print(f"epoch {epoch}: loss {update.loss:.4f}")
 if ranks > 1:

@@ -25,7 +25,7 @@ FLOORS = (
     "extensions",
     "state runs",
     "accumulator",
-    "auditing tools trainers",
+    "auditing saving tools trainers",
     "transformers lightning __main__",
 )
 NAMES_ALL = "__init__.py", "doors.py"  # names behind which modules of any floor are imported

@@ -53,7 +53,11 @@ def causes_of(comparison: Comparison) -> list[str]:
         errors = comparison.compare()
         if comparison.agrees(errors):
             # A layer of your own may do more than drop in training mode.
-            if len(causes) == 1 and dropping and all(type(drop).__module__.startswith("torch.") for _, drop in dropping):
+            if (
+                len(causes) == 1
+                and dropping
+                and all(type(drop).__module__.startswith("torch.") for _, drop in dropping)
+            ):
                 left = max(error for _, error in errors)
                 causes[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
             elif causes[-1].startswith("random"):
