@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Sequence, Set
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..law import plural, shorten
-from .parts import AllParts, Updates, parts_of
-from .reckoning import Fault, Key, Reckoning, Seen, columns, same_on_all
-from .weights import CONTRAST, among_updates, is_one_mean, within_updates, without_backward
+from .parts import Run, Updates
+from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
+from .weights import CONTRAST, weigh
 
 ONE = torch.ones(1)
 WHERE = ("eval", "again", "late")  # wrong wherever they are
@@ -33,15 +33,6 @@ EVENTS = {
     "again": ("steps again with the gradient of the step before", "step once per backward, and clear after the step"),
     "eval": ("trains in eval mode, and did not at first", "call model.train() after each evaluation"),
 }
-
-
-class Verdict(NamedTuple):
-    """Faults, notes on what is none, what could not be judged, and how much was."""
-
-    faults: list[Fault]
-    notes: list[str]
-    unjudged: list[str]
-    judged: dict[str, int]
 
 
 def verdict(seen: Seen) -> Verdict:
@@ -93,36 +84,35 @@ def _judge(seen: Seen) -> Verdict:
     notes += [f"{of}: steps with some backwards of {line}, and another optimizer with the others" for line, of in gone]
     updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
     updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
-    parts, apart = parts_of(updates), _apart(seen, updates, notes)
+    run, apart = Run(updates, found, len(seen)), _apart(seen, updates, notes)
     compared = sum(one.factor is not None or bool(one.faults) for one in found.values())
     alone = {key: one.alone for key, one in found.items() if one.alone}
-    if 0 < len(alone) == compared and not any(one["wrapped"] for one in seen) and not is_one_mean(parts, alone):
+    if 0 < len(alone) == compared and not any(one["wrapped"] for one in seen) and not run.is_one_mean(alone):
         each = _each(seen)
         if apart is None:
             return each._replace(notes=[notes[-1], *each.notes])
         alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
         return each._replace(unjudged=[alone_from, *each.unjudged])
-    faults += within_updates(parts, len(seen), notes, unjudged)
-    doubts: list[str] = []
-    faults += among_updates(parts, updates, found, notes, doubts) + without_backward(parts, updates)
+    doubts = weigh(run, Verdict(faults, notes, unjudged, {}))
     faults += _traffic(seen, updates) + _events(seen, updates, notes) + (apart or [])
     kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)
     hidden += ["window", "lost"] * ("cleared" in kinds)
     if updates and not compared and not any(one.unjudged for one in found.values()):
         unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
-    judged = {"weights": len({(place, part.site) for place in parts for part in parts[place] if not part.is_own})}
+    weighed = {(place, part.site) for place in run.parts for part in run.parts[place] if not part.is_own}
     unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
-    unjudged += doubts * (not faults) + _not_weighed(parts)
+    unjudged += doubts * (not faults) + _not_weighed(run)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
     left = [one._replace(kind=one.kind.removeprefix("run's ")) for one in faults if one.kind not in hidden]
-    return Verdict(left, notes, unjudged, judged | {"receipts": compared})
+    return Verdict(left, notes, unjudged, {"weights": len(weighed), "receipts": compared})
 
 
-def _not_weighed(parts: AllParts) -> list[str]:
+def _not_weighed(run: Run) -> list[str]:
     """Says which share of the backwards has a loss of the script's own."""
-    own = Counter(part.line for every in parts.values() for part in every if part.is_own)
-    places = {(place, part.index, part.rank, part.backward, part.line) for place in parts for part in parts[place]}
+    parts = [(place, part) for place, of_place in run.parts.items() for part in of_place]
+    own = Counter(part.line for _, part in parts if part.is_own)
+    places = {(place, part.index, part.rank, part.backward, part.line) for place, part in parts}
     num = Counter(line for *_, line in places)
     return [
         f"weights of {times} of {num[line]} backwards in {line}, whose loss is wholly or in part the script's own"

@@ -89,7 +89,8 @@ class Ledger:
     def trained_roots(self) -> list[nn.Module]:
         """Modules with parameters of an optimizer: not averaged copies or teachers."""
         if (known := (len(self._roots), len(self.owners))) != self._known:
-            every = ((root, (self._places.get(id(p)) for p in root.parameters())) for root in self.roots()[:8])
+            roots = [inner for root in self.roots()[:8] for inner in callable_parts(root)]
+            every = ((root, (self._places.get(id(p)) for p in root.parameters())) for root in roots)
             self._trained = [weakref.ref(root) for root, places in every if any(one in self.owners for one in places)]
             self._known = known
         return [root for ref in self._trained if (root := ref()) is not None]
@@ -169,6 +170,13 @@ class Ledger:
             elif (block := block_of(one)) is not None:
                 found[place] = project(one.to_local(), one.shape, block.starts)
         return found
+
+
+def callable_parts(root: nn.Module) -> Iterable[nn.Module]:
+    """The module itself, or what a list or dict of modules holds: its own mode means nothing."""
+    if type(root).forward is not nn.Module.forward:
+        return [root]
+    return [part for child in root.children() for part in callable_parts(child)]
 
 
 def on_host(receipts: Sequence[Receipts], places: Sequence[int]) -> Tensor:

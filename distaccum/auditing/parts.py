@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .private import OWN
-from .reckoning import Key
+from .reckoning import Key, Reckoning
 
 BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
-RULES = ("", "intended", "row", "row, intended")  # how units may be weighed, so that all are equal
 Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
-Path = Sequence[tuple[str, Any]]
+Steps = Sequence[
+    tuple[str, Any, str]
+]  # from a loss to its criterion: how a node scales or adds, by what, in which line
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +32,7 @@ class Part:
     site: tuple[str, str, str]  # line, function, inner line
     call: int  # how many of this site the backward has had
     term: dict[str, Any]
-    path: Path | None  # by what its loss is divided and multiplied, from the root on; None where nobody looked
+    path: Steps | None  # None where nobody looked at the graph
     total: float  # the weight of all its units together
     intent: float | None = None  # by what the script multiplies
     addends: int = 0  # of which the loss is a sum, where the audit does not know all of them
@@ -40,54 +42,118 @@ class Part:
     def is_own(self) -> bool:
         return self.site[1] == OWN
 
-    def each(self, rule: str = "") -> float:
-        """The weight of a unit, as one of RULES looks at it."""
-        units = self.term["rows"] if rule.startswith("row") else self.term["count"]
-        return self.total / units / ((rule.endswith("intended") and self.intent) or 1.0) if units else 0.0
+    @property
+    def accumulated(self) -> float:
+        """What accumulation did: the weight without what the script intends."""
+        return self.total / (self.intent or 1.0)
 
-
-AllParts = dict[int, list[Part]]  # by optimizer
+    def each(self, units: str = "count", of_script: bool = True) -> float:
+        """The weight of a unit (`"rows"`: of a row), with or without what the script intends."""
+        total, num = self.total if of_script else self.accumulated, self.term[units]
+        return total / num if num else 0.0
 
 
 @dataclass
-class Criterion:
-    """The calls of one function with one reduction on one optimizer's graph, wherever their lines are."""
+class Run:
+    """The updates of ranks that train the same parameters, with their parts by optimizer."""
 
-    place: int
-    parts: list[Part]
+    updates: Updates
+    reckoned: Mapping[Key, Reckoning]
+    num_ranks: int
 
     def __post_init__(self) -> None:
-        self.parts = sorted(self.parts, key=lambda part: (part.index, part.rank, part.backward))
+        self.parts: dict[int, list[Part]] = defaultdict(list)
+        for (place, index), ranks in self.updates.items():
+            for rank, update in enumerate(ranks):
+                times = Counter(id(term) for backward in update["backwards"] for term in backward["terms"])
+                for i, backward in enumerate(update["backwards"]):
+                    about = {"index": index, "rank": rank, "backward": i, "line": backward["line"]}
+                    about["batch"] = tuple(backward["batch"])
+                    self.parts[place] += _parts(about, backward, update["scale"], times)
+        for place, parts in self.parts.items():
+            # Nobody may have looked at the graph of later updates.
+            rooted, counting = {part.site for part in parts if part.is_rooted}, _multiplied_by_counts(parts)
+            parts = [replace(part, is_rooted=part.site in rooted) for part in parts]
+            self.parts[place] = [_without_multipliers(part) if part.site in counting else part for part in parts]
+
+    def sums(self, place: int, index: int) -> dict[int, float]:
+        """The weight of all criterions of an update together, by rank."""
+        sums: dict[int, float] = defaultdict(float)
+        for part in self.parts[place]:
+            if part.index == index and not part.is_own:
+                sums[part.rank] += part.total
+        return sums
+
+    def is_one_mean(self, factors: Mapping[Key, Sequence[float]]) -> bool:
+        """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
+        sums = [(self.sums(*key), factors[key]) for key in self.updates if key in factors]
+        sums = [(by_rank, of_ranks) for by_rank, of_ranks in sums if by_rank]
+        totals = [sum(by_rank[rank] * of_ranks[rank] for rank in by_rank) for by_rank, of_ranks in sums]
+        return bool(totals) and all(is_equal(total, 1.0) for total in totals)
+
+    def criterions(self, by_call: bool) -> list[Criterion]:
+        """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
+        criterions = list[Criterion]()
+        for place, parts in self.parts.items():
+            groups: dict[Any, dict[Any, list[Part]]] = defaultdict(lambda: defaultdict(list))
+            for part in parts:
+                line, name, inner = part.site
+                groups[name, part.term["reduction"], part.call if by_call else 0][line, inner].append(part)
+            for by_line in groups.values():
+                criterions += _in_common([Criterion(self, place, lines) for lines in by_line.values()])
+        return criterions
+
+
+class Criterion:
+    """The calls of one function with one reduction on one optimizer's graph, wherever their lines are.
+
+    Attributes:
+        updates (dict[int, list[Part]]): Its calls, by update.
+        lengths (dict[int, int]): How many micro-batches each update has: backwards, or calls if there is one backward.
+        common (int): The usual length, which the updates `usual` have.
+        factors (dict[int, float]): By what an update's gradients are multiplied; `factor` is usual.
+        totals (dict[int, float]): The weight of all units of an update in the gradient that is used; `level` is usual.
+        accumulated (dict[int, float]): The same, without what the script intends.
+    """
+
+    def __init__(self, run: Run, place: int, parts: Iterable[Part]) -> None:
+        self.run, self.place = run, place
+        self.parts = sorted(parts, key=lambda part: (part.index, part.rank, part.backward))
         self.updates: dict[int, list[Part]] = defaultdict(list)
         for part in self.parts:
             self.updates[part.index].append(part)
         (self.where, self.name, _), self.is_sum = self.parts[0].site, self.parts[0].term["reduction"] not in MEANS
         self.is_own, self.is_rooted = self.name == OWN, any(part.is_rooted for part in self.parts)
+        reckoned = ((index, run.reckoned.get((place, index))) for index in self.updates)
+        self.factors = {index: of.factor for index, of in reckoned if of is not None and of.factor is not None}
+        self.factor = statistics.median(self.factors.values()) if self.factors else None
+        self.lengths = _lengths(self.updates)
+        self.common = Counter(self.lengths.values()).most_common(1)[0][0]
+        self.usual = [index for index, length in self.lengths.items() if length == self.common]
+        shares = {index: self.factors.get(index, self.factor or 1.0) / run.num_ranks for index in self.updates}
+        self.totals = {i: shares[i] * sum(part.total for part in parts) for i, parts in self.updates.items()}
+        self.accumulated = {i: shares[i] * sum(part.accumulated for part in parts) for i, parts in self.updates.items()}
+        self.level = self.level_of(self.totals)
 
-    def lengths(self) -> dict[int, int]:
-        """How many micro-batches each update has: backwards, or calls where there is one backward."""
-        of_each = {}
-        for by_backward in (True, False):
-            for index, parts in self.updates.items():
-                ranks = {(part.rank, part.backward if by_backward else id(part)) for part in parts}
-                of_each[index] = max(Counter(rank for rank, _ in ranks).values())
-            if set(of_each.values()) != {1}:
-                break
-        return of_each
+    def level_of(self, totals: Mapping[int, float]) -> float:
+        return statistics.median(totals[index] for index in self.usual)
 
-    def is_constant(self, factors: Mapping[int, float]) -> bool:
+    @property
+    def is_constant(self) -> bool:
         """True for a sum that a constant divides, or nothing: all units of all updates weigh the same."""
-        return self.is_sum and are_equal(
-            part.each() * factors.get(part.index, 1.0) for part in self.parts if part.total
-        )
+        each = (part.each() * self.factors.get(part.index, 1.0) for part in self.parts if part.total)
+        return self.is_sum and are_equal(each)
 
-    def totals(self, factors: Mapping[int, float], usual: float, ranks: int, rule: str = "") -> dict[int, float]:
-        """The weight of all units of an update together, in the gradient that is used."""
-        sums = {
-            index: sum(part.total / ((rule and part.intent) or 1.0) for part in parts)
-            for index, parts in self.updates.items()
-        }
-        return {index: total / ranks * factors.get(index, usual) for index, total in sums.items()}
+    def is_skipping(self, index: int) -> bool:
+        """True where the script leaves out a micro-batch now and then, or changes gradients unseen."""
+        updates, num_drawn = self.run.updates, 0
+        ranks, before = updates[self.place, index], updates.get((self.place, index - 1))
+        if before is not None:
+            (loader, now, _), (old_loader, then, _) = (of[0]["backwards"][-1]["batch"] for of in (ranks, before))
+            num_drawn = (now - then) * (loader == old_loader)
+        is_unused = any(update["unused"].get(part.site) for update in ranks for part in self.parts)
+        has_changed = any(update["changed"] for update in ranks) and index not in self.factors
+        return is_unused or has_changed or self.lengths[index] < self.common == num_drawn
 
 
 def ends(values: Iterable[float]) -> tuple[float, float]:
@@ -103,32 +169,16 @@ def are_equal(values: Iterable[float]) -> bool:
     return is_equal(*ends(values))
 
 
-def parts_of(updates: Updates) -> AllParts:
-    """The parts to judge, by optimizer."""
-    every: AllParts = defaultdict(list)
-    for (place, index), ranks in updates.items():
-        for rank, update in enumerate(ranks):
-            times = Counter(id(term) for backward in update["backwards"] for term in backward["terms"])
-            for i, backward in enumerate(update["backwards"]):
-                about = {"index": index, "rank": rank, "backward": i, "line": backward["line"]}
-                about["batch"] = tuple(backward["batch"])
-                every[place] += _parts(about, backward, update["scale"], times)
-    for place, parts in every.items():  # of later updates nobody may have looked at the graph
-        rooted = {part.site for part in parts if part.is_rooted}
-        every[place] = [replace(part, is_rooted=part.site in rooted) for part in parts]
-    return every
-
-
 def _parts(about: dict[str, Any], backward: dict[str, Any], scale: float, times: Counter[int]) -> Iterable[Part]:
     calls, own, terms = Counter[Any](), [*backward["own"]], backward["terms"]
-    adds = max((sum(how == "add" for how, _ in term["divisors"] or ()) for term in terms), default=0)
+    adds = max((sum(how == "add" for how, *_ in term["divisors"] or ()) for term in terms), default=0)
     for term in terms:
         num, site = times.pop(id(term), 0), tuple(term["site"])
         if not num:
             continue  # of a graph that another backward went through too
         calls[site] += 1
-        path = term["divisors"] and [factor for factor in term["divisors"] if factor != ("mul", scale)]
-        is_rooted = any(how == OWN for how, _ in path or ())
+        path = term["divisors"] and _unscaled(term["divisors"], scale)
+        is_rooted = any(how == OWN for how, *_ in path or ())
         # The script may give the units of one call different weights.
         is_weighed = term["low"] is not None and term["seed"] > term["low"] * (1 + max(BOUND, 4 * term["eps"]))
         own += [path or []] * (is_rooted or is_weighed)
@@ -138,57 +188,78 @@ def _parts(about: dict[str, Any], backward: dict[str, Any], scale: float, times:
             known = {"call": calls[site], "term": term, "path": path, "total": total, "intent": intent}
             yield Part(**about, site=site, **known, addends=(adds + 1) * (adds >= len(terms)), is_rooted=is_rooted)
     if own or not terms:
-        path = [factor for factor in (own or [[]])[0] if factor != ("mul", scale)]
+        path = _unscaled((own or [[]])[0], scale)
         term = {"reduction": "mean", "count": 1, "rows": 1, "eps": 0.0}
         yield Part(**about, site=(about["line"], OWN, ""), call=1, term=term, path=path, total=_leading(path))
 
 
-def _leading(path: Path) -> float:
+def _unscaled(path: Steps, scale: float) -> Steps:
+    return [step for step in path if step[:2] != ("mul", scale)]
+
+
+def _leading(path: Steps) -> float:
     """The product of what divides and multiplies a loss at its root."""
     product = 1.0
-    for how, value in path:
+    for how, value, _ in path:
         if how not in ("div", "mul", "add") or (how != "add" and not value):
             break
         product *= 1.0 if how == "add" else 1 / abs(value) if how == "div" else abs(value)
     return product
 
 
-def _intent(path: Path, count: float) -> float:
+def _intent(path: Steps, count: float) -> float:
     """The product of what the script multiplies by, and divides by unless that is a count."""
-    others = (value for how, value in path if how == "div" and value and value % 1 and not is_equal(value, count))
-    product = math.prod(abs(value or 1.0) for how, value in path if how.startswith("mul"))
-    return float(product / math.prod(map(abs, others)))
+    others = (value for how, value, _ in path if how == "div" and value and value % 1 and not is_equal(value, count))
+    return float(_multipliers(path) / math.prod(map(abs, others)))
 
 
-def criterions_of(parts: AllParts, by_call: bool) -> list[Criterion]:
-    """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
-    criterions = []
-    for place, every in parts.items():
-        groups: dict[Any, dict[Any, list[Part]]] = defaultdict(lambda: defaultdict(list))
-        for part in every:
-            line, name, inner = part.site
-            groups[name, part.term["reduction"], part.call if by_call else 0][line, inner].append(part)
-        for by_line in groups.values():
-            criterions += [Criterion(place, merged) for merged in _in_common(place, [*by_line.values()])]
-    return criterions
+def _multipliers(path: Steps) -> float:
+    return float(math.prod(abs(value or 1.0) for how, value, _ in path if how.startswith("mul")))
 
 
-def _in_common(place: int, lines: list[list[Part]]) -> list[list[Part]]:
-    apart = [Criterion(place, line) for line in lines]
-    ranks = 1 + max(part.rank for line in lines for part in line)
-    every = {index for line in apart for index in line.updates}
-    totals = [[line.totals({}, 1.0, ranks, rule).values() for rule in RULES[:2]] for line in apart]
-    is_whole = [any(all(is_equal(total, 1.0) for total in of_rule) for of_rule in of_line) for of_line in totals]
-    if all(is_whole) and all(every == line.updates.keys() for line in apart):
+def _without_multipliers(part: Part) -> Part:
+    path = [step for step in part.path or () if not step[0].startswith("mul") and step[:2] != ("div", 1.0)]
+    return part if part.path is None else replace(part, intent=1.0, path=path)
+
+
+def _multiplied_by_counts(parts: Sequence[Part]) -> set[tuple[str, str, str]]:
+    """Criterions whose losses are multiplied by their counts, which no script intends as a weight."""
+    by_site: dict[tuple[str, str, str], list[Part]] = defaultdict(list)
+    for part in parts:
+        if part.path is not None and part.term["count"] and part.term["reduction"] in MEANS and not part.is_own:
+            by_site[part.site].append(part)
+    return {
+        site
+        for site, of_site in by_site.items()
+        if not are_equal(part.term["count"] for part in of_site)
+        and are_equal(_multipliers(part.path or ()) / part.term["count"] for part in of_site)
+    }
+
+
+def _lengths(updates: Mapping[int, Sequence[Part]]) -> dict[int, int]:
+    of_each = {}
+    for by_backward in (True, False):
+        for index, parts in updates.items():
+            ranks = {(part.rank, part.backward if by_backward else id(part)) for part in parts}
+            of_each[index] = max(Counter(rank for rank, _ in ranks).values())
+        if {*of_each.values()} != {1}:
+            break
+    return of_each
+
+
+def _in_common(lines: Sequence[Criterion]) -> Sequence[Criterion]:
+    every = {index for line in lines for index in line.updates}
+    means = ((are_equal((*totals.values(), 1.0)) for totals in (line.totals, line.accumulated)) for line in lines)
+    if all(map(any, means)) and all(every == line.updates.keys() for line in lines):
         return lines  # each is a whole mean by itself
     merged: list[list[Part]] = []
     for line in lines:
-        group = next((group for group in merged if _take_turns(group, line)), None)
+        group = next((group for group in merged if _take_turns(group, line.parts)), None)
         if group is None:
-            merged.append([*line])
+            merged.append([*line.parts])
         else:
-            group += line
-    return merged
+            group += line.parts
+    return [Criterion(lines[0].run, lines[0].place, group) for group in merged]
 
 
 def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:

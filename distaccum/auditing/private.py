@@ -24,6 +24,7 @@ CHAIN = ("Div", "Mul", "Neg", "Add", "View", "ToCopy", SINK)  # between a loss o
 LINEAR = {*SUMS, *_MORE.split()}  # nodes that scale and add up
 
 OWN, BENEATH = "own", 64  # what is no sum; how many nodes are looked at for a criterion beneath it
+TRACE = "traceback_"  # where anomaly detection keeps the stack that made a node
 
 
 def backwards() -> Iterator[tuple[Any, str, int]]:
@@ -100,9 +101,9 @@ def num_dims(one: Any) -> int:
 def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 256) -> list[list[Any]]:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
-    Also each other term that is added to it ("add"), and whether it goes through anything but sums ("own"). `hear` gets
-    the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives. Returns such numbers of
-    each addend that is no criterion's.
+    Also each other term that is added to it ("add"), and whether it goes through anything but sums ("own"); each with
+    the stack that made its node, if torch has kept it. `hear` gets the node of a FUSED criterion, and these numbers,
+    where the loss is a sum of what it gives. Returns such numbers of each addend that is no criterion's.
     """
     edges = [(getattr(one, "grad_fn", None), 0) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
     # Edge, path, whether all of it is a sum, the path to a node that is not in CHAIN, and the number of one in no sum
@@ -112,7 +113,7 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
         kind, _, overload = node.name().rpartition("Backward")
         name = kind if overload.isdigit() else node.name()
         if (term := node.metadata.get("distaccum")) is not None:
-            term["divisors"] = [*path, (OWN, None)] if id(term) in reached else path
+            term["divisors"] = [*path, (OWN, None, ())] if id(term) in reached else path
             reached.add(id(term))
             own.pop(above, None)
             continue
@@ -128,13 +129,21 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
         edges = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
         if name not in ("Div", "Mul"):
-            more = [("add", None)] * (len(edges) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind)
+            more = [("add", None, ())] * (len(edges) - 1) + [(OWN, None, ())] * (name not in LINEAR and name == kind)
             todo += [(edge, [*path, *more], is_sum, root, above) for _, edge in edges]
         for k, edge in edges if name in ("Div", "Mul") else ():  # torch documents `_saved` names
             by = node._saved_self if k else node._saved_other
             how = OWN if k and name == "Div" else name.lower()
             by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
-            todo.append((edge, [*path, (how, by)], is_sum and not getattr(by, "ndim", 0), root, above))
+            todo.append(
+                (
+                    edge,
+                    [*path, (how, by, node.metadata.get(TRACE, ()))],
+                    is_sum and not getattr(by, "ndim", 0),
+                    root,
+                    above,
+                )
+            )
     return [*own.values()]
 
 

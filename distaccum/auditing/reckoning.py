@@ -30,6 +30,15 @@ class Fault(NamedTuple):
     window: str = WINDOW
 
 
+class Verdict(NamedTuple):
+    """Faults, notes on what is none, what could not be judged, and how much was."""
+
+    faults: list[Fault]
+    notes: list[str]
+    unjudged: list[str]
+    judged: dict[str, int]
+
+
 def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
     """Selects what a rank knows about these parameters: a list of names, and a tensor of everything else."""
     found = {what: [every[place] for place in places] for what, every in about["parameters"].items()}

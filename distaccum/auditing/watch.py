@@ -58,6 +58,7 @@ class Watch:
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.modes = Modes(self.notes)
         self._num = 0  # updates so far
+        self._is_tracing = False
         self._current: Backward | None = None
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
@@ -105,6 +106,7 @@ class Watch:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self.ledger.disarm)
+            stack.callback(self._stop_tracing)
             gc.collect()  # so that ranks know the same optimizers
             for older in gc.get_objects():
                 if issubclass(type(older), Optimizer) and "optimizer" not in vars(older):  # no wrapper, as Accelerate's
@@ -120,6 +122,10 @@ class Watch:
         self._heard.append(term)
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
+        if self._num < AFTER_EACH and not torch.is_anomaly_enabled():
+            # Until its backward, nodes keep the stack that made them: so the line of a division is known.
+            torch.autograd.set_detect_anomaly(True, check_nan=False)
+            self._is_tracing = True
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
     def _see_fused(self, node: Any, divisors: Any) -> None:
@@ -152,6 +158,7 @@ class Watch:
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
+        self._stop_tracing()
         made, num = Backward(where()[0], self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
         for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):
@@ -187,6 +194,11 @@ class Watch:
             if one.place in touched or not (touched or (one.is_seen and made.received is not None)):
                 one.add(made, KEPT)
         return result
+
+    def _stop_tracing(self) -> None:
+        if self._is_tracing:
+            torch.autograd.set_detect_anomaly(False)
+            self._is_tracing = False
 
     def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
         """Receives nothing from a graph within a backward, as of checkpointing, which gives its gradients itself."""

@@ -486,6 +486,30 @@ def test_branches_for_the_last_micro_batch_are_one_criterion(loss):
     assert text in wrong.findings[0].text
 
 
+def test_finding_names_the_lines_of_the_division_and_of_the_backward():
+    def backward(model, *_):
+        loss = mean(model)
+        loss = loss / 4
+        loss.backward()
+
+    (fault,) = loop(backward, [4, 4, 3]).findings
+    line = backward.__code__.co_firstlineno
+    assert fault.text.endswith(f"(division: line {line + 2}, backward: line {line + 3})")
+    assert not torch.is_anomaly_enabled()
+
+
+def test_model_left_in_eval_mode_is_seen_in_a_list_of_modules():
+    model = nn.Linear(8, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    with distaccum.audit(nn.ModuleList([model])) as report:
+        for _ in range(2):
+            mean(model).backward()
+            adam.step()
+            adam.zero_grad()
+            model.eval()
+    assert [fault.kind for fault in report.findings] == ["eval"]
+
+
 def test_step_at_a_multiple_is_named_by_its_worst_window():
     report = loop(lambda model, *_: (mean(model) / 4).backward(), [1, 4, 4, 4, 2, 4, 4, 4])
     (fault,) = report.findings
