@@ -150,8 +150,11 @@ class FullyShardEngine(Engine):
         self._reduces = whole and not plan.reduce_afterwards
         self._reshards = [group.reshard_after_backward for group in self._groups]
         self._undo.callback(private.flags_of(self._states))
+        for module in self._modules:
+            # FSDP2 divides by the ranks, or by the factor, or by it twice (2.13, 2.15; a mesh of one shard).
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         for group in self._groups:
-            private.only_sum(group)
             private.reduce_unused(group)
             if self._policy == "gathered":
                 group.post_forward_mesh_info = None

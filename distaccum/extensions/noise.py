@@ -151,7 +151,7 @@ class NoiseScale(Extension):
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
         # The step computes it for another purpose.
-        self._norm_follows = looks or "step" in engine.owns or config.max_norm is not None
+        self._norm_follows = looks or job.config.max_norm is not None
         self._reduction = next(iter(config.reductions.values()))
         self._early: Early | None = None
         self._small: Tensor | None = None
@@ -196,7 +196,8 @@ class NoiseScale(Extension):
         if self._engine.peers.num_ranks == 1 and self._small is None:
             return None
         if not self._norm_follows:
-            self._norm = self._unscaled(self._engine.gradient(self._parameters()).taken)
+            norm: Any = self._engine.gradient(self._parameters()).known(take=True)
+            self._norm = None if norm is None else self._unscaled(norm)
         zeros = widest(torch.zeros(3, device=window.parameters[0].device))
         return zeros if self._small is None else self._small.to(zeros)
 
@@ -207,7 +208,7 @@ class NoiseScale(Extension):
         if update is None:
             return
         if update.stepped and self.key in window.numbers:
-            if self._norm_follows:
+            if self._norm is None:
                 self._norm = update.norm()
             (total, *_) = update.counts.values()
             if self._reduction == "sum" and self._norm is not None:

@@ -109,14 +109,6 @@ def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
     return kept
 
 
-def only_sum(group: Any) -> None:
-    """Makes reductions sum, as torch's two setters do, so that no factor of FSDP2's enters the gradient.
-
-    FSDP2 divides by the ranks, or by the factor, or by it twice (2.13, 2.15; a mesh of one shard): harmless if it is 1.
-    """
-    group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
-
-
 def reduce_unused(group: Any) -> None:
     """Makes FSDP2 reduce zeros for unused parameters: ranks that use them would reduce tensors of another size.
 
