@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from ..adapter import Prepared
 from ..doors import opened
 from ..law import DistaccumError, Plan, shorten
 from ..norms import names_of
-from ..private import version_of
+from ..private import version_of, zero_all
 from ..ranks import in_contact
 from .averaging import average, averaged
 from .base import GRAD, Engine, Roots, Sync, refuse_to_look, why_tensor_parallel
@@ -71,11 +70,7 @@ class DDPEngine(Engine):
         self._refuse_dtensors()
         # Their gradients are cleared in place: set to None, bucket views would no longer save memory. If DDP looks for
         # unused parameters, a zero would count as a gradient in the next window.
-        self._views = [p for w in self.wrappers if w.gradient_as_bucket_view for p in self._covered[w].values()]
-        if any(wrapper.find_unused_parameters for wrapper in self.wrappers):
-            self._views = []
-        # It never steps: torch clears in one kernel where an optimizer says foreach.
-        self._clearing = SGD(self._views, foreach=True) if self._views else None
+        self._as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]
         # The gradients that were cleared in place, which count as None, by the ids of their parameters.
         self._zeroed: dict[int, Stamp] = {}
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
@@ -274,12 +269,13 @@ class DDPEngine(Engine):
             shared = _shared(wrapper)
             if shared.is_laid_out is False:
                 # All ranks are here now, and may not be when the next window begins.
-                views = self._covered[wrapper].values() if self._views else ()
+                views = self._covered[wrapper].values() if wrapper in self._as_views else ()
                 with in_contact():
                     shared.is_laid_out = private.rebuild_buckets(wrapper, views)
-        if self._clearing is not None:
-            self._clearing.zero_grad(set_to_none=False)
-        self._zeroed = {id(parameter): _stamp(parameter) for parameter in self._views if parameter.grad is not None}
+        zeroed = [p for wrapper in self._as_views for p in self._covered[wrapper].values() if p.grad is not None]
+        if zeroed:
+            zero_all([p.grad for p in zeroed if p.grad is not None])
+        self._zeroed = {id(parameter): _stamp(parameter) for parameter in zeroed}
         super().clear([p for p in parameters if id(p) not in self._zeroed] if self._zeroed else parameters)
 
     def _is_zeroed(self, parameter: nn.Parameter) -> bool:
