@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .engines.gradient import Gradient
 from .job import Hooks, Job
+from .norms import Gradient
 from .update import Update
 from .window import Window
 
@@ -56,8 +56,8 @@ class Extension:
     def judge(self, window: Window, gradient: Gradient) -> str | None:
         """Says why not to step the `window`, the same on all ranks, or None; called before clipping.
 
-        `gradient.norm`, a float, is the norm of the whole gradient on any engine, unscaled. A window whose gradient is
-        not finite comes here only with `on_nonfinite="ignore"`. Read the norm on all ranks or on none.
+        The `gradient` has a `norm`, a float, and is `finite` or not: the whole one, on any engine, unscaled. One that
+        is not comes here only with `on_nonfinite="ignore"`. Read them on all ranks or on none.
         """
         return None
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from .cutting import count_samples, entries_of, is_array
 from .engines.base import OVERFLOW, Engine
-from .engines.gradient import total_norm
 from .law import DistaccumError, Once, shorten, warn
 from .losses import Losses, Record
-from .norms import local, names_of
+from .norms import local, names_of, total_norm
 from .options import OnNonfinite
 
 TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, clipping, unscale_ or another backward)"
@@ -232,7 +231,7 @@ def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) 
     return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
 
 
-def explain(window: Any, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:
+def explain_skip(window: Any, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:
     """Finds why a gradient was skipped; raises on all ranks, or returns the reason in full."""
     if reason is not OVERFLOW:
         return judge(window, engine, "gradient", on_nonfinite)

@@ -14,7 +14,7 @@ from .feed import END, Ahead, Draw, Make, Pace, Position, Reader, draw, held, nu
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner, Start
 from .law import DistaccumError, Plan, Reports, all_or_none, in_short, shorten
-from .private import is_last_hook
+from .private import step_hooks_of
 from .window import SUM, Window
 
 
@@ -283,11 +283,11 @@ class StepHook:
     """
 
     def __init__(self, planner: Planner, optimizer: Any) -> None:
-        self._planner, self._optimizer = weakref.ref(planner), optimizer
+        self._planner, self._optimizer, self._hooks = weakref.ref(planner), optimizer, step_hooks_of(optimizer)
         self._handle = optimizer.register_step_pre_hook(self)
 
     def come_last(self) -> None:
-        if not is_last_hook(self._handle, self._optimizer):
+        if next(reversed(self._hooks), None) != self._handle.id:
             self.remove()
             self._handle = self._optimizer.register_step_pre_hook(self)
 

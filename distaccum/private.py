@@ -124,10 +124,10 @@ def has_step_hooks(optimizer: object) -> bool:
     return True
 
 
-def is_last_hook(handle: Any, optimizer: Any) -> bool:
-    """Tells whether no step hook came after the one of this handle; False if the names are missing."""
+def step_hooks_of(optimizer: Any) -> dict[int, Any]:
+    """The hooks before an optimizer's step, in order, by the ids of their handles; none if the name is missing."""
     hooks: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    return bool(next(reversed(hooks), None) == getattr(handle, "id", handle))
+    return hooks
 
 
 def require(library: str, owner: object, *names: str) -> None:

@@ -14,12 +14,12 @@ from . import guard
 from .cutting import Batch, fresh
 from .doors import opened
 from .engines.base import OVERFLOW
-from .engines.gradient import Gradient
 from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Start, Tamper
 from .law import DistaccumError, Plan, Reduction, plural
 from .losses import Losses, Record
+from .norms import Gradient
 from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, stamp_of_scale, unscale
 from .update import Update
@@ -367,10 +367,11 @@ class Window(Generic[Batch]):
             reason = engine.step(job.optimizers, gradient, config.max_norm)
             self._has_stepped = reason is None
             if reason is not None:
-                reason = guard.explain(self, engine, record, reason, config.on_nonfinite)
+                reason = guard.explain_skip(self, engine, record, reason, config.on_nonfinite)
         if scaler is not None and reason is not None:
             scaler.update()
-        record.norm, record.shows_norm = gradient.known, config.max_norm is not None
+        record.shows_norm = config.max_norm is not None
+        record.norm = gradient.close(take=record.shows_norm)
         return reason, record
 
     def _judge(self, gradient: Gradient, record: Record) -> str | None:
@@ -380,13 +381,13 @@ class Window(Generic[Batch]):
             overflows = record.overflows(engine.peers)
             note_overflow(scaler, self._job.optimizers, overflows)
             if bool(overflows):
-                return guard.explain(self, engine, record, OVERFLOW, on_nonfinite)
+                return guard.explain_skip(self, engine, record, OVERFLOW, on_nonfinite)
         elif on_nonfinite != "ignore" and not gradient.finite:
             return guard.judge(self, engine, "gradient", on_nonfinite)
         return next((why for judge in self._hooks["judge"] if (why := judge(self, gradient)) is not None), None)
 
     def move_on(self, skipped: int = 0) -> None:
-        """Makes the next update the one at which a job resumes; calling it again does no harm."""
+        """Makes the next update the one at which a job resumes, after `skipped` in a row; does so once."""
         job = self._job
         if job.scaler is not None and job.optimizers and not skipped and job.index == self.index:
             job.scaler.update()

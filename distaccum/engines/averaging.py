@@ -75,7 +75,7 @@ def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def averaged(engine: Engine, uncovered: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters, of those that no wrapper reduces, that some rank may train."""
     # One outside of the models, such as a loss's own, may be frozen here and trained on another rank.
-    inside = {id(p) for p in engine.parameters()} if uncovered else ()
+    inside = {id(p) for p in engine.parameters()}
     return [p for p in uncovered if p.requires_grad or id(p) not in inside]
 
 

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from ..adapter import Prepared
 from ..law import DistaccumError, Plan
-from ..norms import unique
+from ..norms import Gradient, Groups, unique
 from ..private import run_backward
 from ..ranks import Peers
-from .gradient import Gradient, Groups
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "sums", "stages", "dtype", "parameters"]

@@ -127,7 +127,8 @@ class DDPEngine(Engine):
             )
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._by_hand = averaged(self, [p for p in parameters if id(p) not in self._replicated_ids])
+        others = [p for p in parameters if id(p) not in self._replicated_ids]
+        self._by_hand = averaged(self, others) if others else []
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
         # If ranks may use different wrappers of several, their backwards would reduce them in different orders.
         may_part = len(self.wrappers) > 1 and self._searching
@@ -276,7 +277,9 @@ class DDPEngine(Engine):
         if zeroed:
             zero_all([p.grad for p in zeroed if p.grad is not None])
         self._zeroed = {id(parameter): _stamp(parameter) for parameter in zeroed}
-        super().clear([p for p in parameters if id(p) not in self._zeroed] if self._zeroed else parameters)
+        for parameter in parameters:
+            if id(parameter) not in self._zeroed:
+                parameter.grad = None
 
     def _is_zeroed(self, parameter: nn.Parameter) -> bool:
         gradient, version = self._zeroed.get(id(parameter), (None, 0))

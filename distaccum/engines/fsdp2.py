@@ -87,8 +87,7 @@ class FullyShardEngine(Engine):
         self._has_parts = bool(parts)
         if parts:
             opened("leave_out_gathered")(self, parts)
-        self._reduces = True
-        self._stands_in = False
+        self._reduces, self._stands_in = True, False
         # Those of _every without a gradient in this window, on this rank.
         self._unused: list[Any] = []
         # Those that FSDP2 leaves out of a reduction on a rank that did not use them, and in which reductions: a hash.

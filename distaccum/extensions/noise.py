@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..engines.base import Engine
-from ..engines.gradient import total_norm
 from ..extension import Extension
 from ..job import Job
 from ..law import share_of
-from ..norms import widest
+from ..norms import total_norm, widest
 from ..update import Update
 from ..window import Window
 

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from ..adapter import Prepared
 from ..engines.base import OVERFLOW, Engine, Sync, refuse_left_out_terms, sparse_embeddings
-from ..engines.gradient import Gradient, Groups
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
+from ..norms import Gradient, Groups
 from ..private import replaced
 from .private import deepspeed as private
 

@@ -13,16 +13,16 @@ BUDGETS = {
     "adapter.py": 70,
     "cutting.py": 345,
     "doors.py": 70,
+    "engines/": 1375,
+    "engines/private/": 305,
     "extension.py": 95,
     "guard.py": 245,
+    "meshes/": 680,
+    "norms.py": 190,
     "options.py": 215,
     "scaling.py": 80,
     "update.py": 95,
-    "norms.py": 65,
-    "engines/": 1510,
-    "engines/private/": 310,
-    "wrappers/": 1000,
-    "meshes/": 680,
+    "wrappers/": 990,
 }
 # Further below its number than this, a file gets a smaller one.
 SLACK = 15
