@@ -31,13 +31,11 @@ class FailedElsewhere(Exception):  # noqa: N818
 
 @final
 class Agreement(Extension):
-    """Makes ranks agree that none has failed before any of them reduces.
-
-    `is_reducing` is true in a backward that other ranks take part in.
-    """
+    """Makes ranks agree that none has failed before any of them reduces."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        # True in a backward that other ranks take part in.
         self.is_reducing = False
 
     def before_backward(self, window: Window, reduces: bool) -> None:
@@ -76,7 +74,7 @@ def refuse_closure(engine: Engine, call: str) -> None:
     """Raises if `call`, which takes a function of the caller, cannot run it."""
     if engine.pipeline is not None:
         engine.pipeline.refuse_closure(call)
-    # Alone update() needs no whole samples.
+    # Only update() can do without whole samples.
     if call != "update" and engine.peers.has_parts:
         raise DistaccumError(
             f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
@@ -164,5 +162,5 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
                 "nothing was stepped. Use a smaller model or sample, activation checkpointing, or a lower precision"
             )
     finally:
-        # Its traceback would keep itself and the failed forward alive.
+        # The error's traceback would keep this frame and the failed forward alive.
         del error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 from collections.abc import Mapping
 from numbers import Real
@@ -125,6 +126,8 @@ def _pack(part: Part) -> bytes:
 def _unpack(packed: bytes) -> Part:
     try:
         box = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+        torch.Generator().set_state(box["random"]["torch"])
+        random.Random().setstate(box["random"]["python"])
         return {name: box[name] for name in NOTHING}
     except Exception as error:
         # torch's own text advises loading without weights_only, which would run code in the file.

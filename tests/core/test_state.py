@@ -326,6 +326,26 @@ def test_loader_state_that_cannot_be_loaded_is_refused_on_saving():
         accumulator.state_dict()
 
 
+def test_state_keeps_numpys_generator_of_any_kind():
+    """Also one that numpy.random.seed() cannot seed."""
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    try:
+        model, accumulator = one_weight()
+        drawn: list[float] = []
+        for _ in range(2):
+            window = accumulator.window([torch.ones(1, 1)])
+            for x in window:
+                drawn.append(numpy.random.rand())
+                state = accumulator.state_dict()
+                window.backward(model(x).mean())
+            window.discard()
+            accumulator.load_state_dict(state)
+        assert drawn[0] == drawn[1]
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
 class Rows:
     """torchdata's loader of rows, as dicts."""
 
