@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .doors import is_there, opened
 from .job import Hooks, Job
 from .norms import Gradient
 from .update import Update
@@ -90,11 +91,13 @@ def join_all(extensions: Sequence[Extension], job: Job) -> None:
     keys = [one.key for one in extensions if one.key]
     if len(set(keys)) < len(keys) or KEYS.intersection(keys):
         raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")
-    for extension in extensions:
+    # A state's random numbers are the first extension of each accumulator.
+    every = [*([opened("RandomNumbers")()] if is_there("RandomNumbers") else ()), *extensions]
+    for extension in every:
         if type(extension).judge is not Extension.judge:
             _refuse_judge(extension, job)
         extension.join(job)
-    job.extensions, job.hooks = tuple(extensions), hooks_of(extensions)
+    job.extensions, job.hooks = tuple(extensions), hooks_of(every)
 
 
 def _refuse_judge(extension: Extension, job: Job) -> None:

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from .adapter import Prepared, adapters_for
 from .batchnorm import batchnorms
 from .cutting import count_samples
-from .doors import is_there, opened
 from .engines import Engine, choose_engine
 from .engines.base import GRAD
 from .law import Once
@@ -95,9 +94,8 @@ class Job(Prepared):
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.extensions: tuple[Any, ...] = ()
         self.hooks: Hooks = {}
-        self.random: Any = None  # for states: it is told when a window begins
-        if is_there("RandomNumbers"):
-            self.random = opened("RandomNumbers")(self.models, self.once)
+        # The extension that keeps a window's random numbers for a state, unless its room was deleted.
+        self.random: Any = None
         self._models_parameters = self.engine.parameters()
         self._every: list[nn.Parameter] = []  # of the models and the optimizers, each once
         self.trained: list[nn.Parameter] = []  # of the optimizers, each once

@@ -162,8 +162,6 @@ class Window(Generic[Batch]):
             if torch.is_inference_mode_enabled():  # tensors made there are read-only outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
             if not self.plan.is_empty:
-                if job.random is not None:
-                    self._start.random = job.random.begin()
                 if engine.stale(self.parameters):
                     guard.clear_stale(engine, self.parameters, job.once)
                 engine.begin(self.plan, self.parameters)

@@ -71,7 +71,7 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
         window.discard()
     planner.forget(warns=False)
     job.epochs.clear()
-    job.random.load(part["random"], is_between=part["is_between"])
+    job.random.resume(part["random"], is_between=part["is_between"])
     planner.load(part["loaders"])
     job.index, job.skipped, job.start, job.fit = index, skipped, None, learned
     if job.scaler is not None:

@@ -10,7 +10,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ..law import Once
+from ..extension import Extension
+from ..job import Job
+from ..window import Window
 
 # The modules with `get_rng_state(device)` and `set_rng_state(state, device)` of devices for which torch has none.
 MODULES = {"xla": "torch_xla.core.xla_model"}
@@ -18,7 +20,7 @@ Numbers = dict[str, Any]
 
 
 @final
-class RandomNumbers:
+class RandomNumbers(Extension):
     """This rank's generators: their states as a window begins, and those that a checkpoint puts back.
 
     Attributes:
@@ -26,14 +28,12 @@ class RandomNumbers:
         is_between: They are those before the next loader is opened.
     """
 
-    def __init__(self, models: Sequence[nn.Module], once: Once) -> None:
-        self._models, self._once = models, once
+    def join(self, job: Job) -> None:
+        job.random, self._job = self, job
         self._devices: list[torch.device] | None = None
-        self._due: Numbers | None = None
-        self.loaded: Numbers | None = None
-        self.is_between = True
+        self.resume(None, is_between=True)
 
-    def load(self, numbers: Numbers | None, *, is_between: bool) -> None:
+    def resume(self, numbers: Numbers | None, *, is_between: bool) -> None:
         self.loaded = self._due = numbers
         self.is_between = is_between
 
@@ -42,13 +42,16 @@ class RandomNumbers:
         if self.is_between:
             self._set_due()
 
-    def begin(self) -> Numbers:
-        """Called as a window begins, before its first forward; its data are drawn, which may have drawn numbers too."""
+    def begin(self, window: Window) -> None:
+        """Keeps the numbers before the first forward; the window's data are drawn, which may have drawn some too."""
+        if window.plan.is_empty:
+            return
         self.put_back()
         # They are looked up once: a large model has thousands of tensors.
         if self._devices is None:
-            self._devices = random_devices(self._models)
-        return random_state(self._devices)
+            self._devices = random_devices(self._job.models)
+        assert self._job.start is not None
+        self._job.start.random = random_state(self._devices)
 
     def put_back(self) -> None:
         """Sets the random numbers of a loaded state, once."""
@@ -57,15 +60,15 @@ class RandomNumbers:
 
     def now(self) -> Numbers:
         """The random numbers that a window would have if it began now."""
-        return self._due or random_state(random_devices(self._models))
+        return self._due or random_state(random_devices(self._job.models))
 
     def _set_due(self) -> None:
         due, self._due = self._due, None
         if due is None:
             return
-        devices, saved = list(map(str, random_devices(self._models))), due["devices"]
+        devices, saved = list(map(str, random_devices(self._job.models))), due["devices"]
         if [torch.device(name).type for name in devices] != [torch.device(name).type for name in saved]:
-            self._once(
+            self._job.once(
                 "devices",
                 f"the state has the random numbers of {list(saved) or 'no device'} and this model is on "
                 f"{devices or 'none'}, so those of devices are left out",

@@ -96,7 +96,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     # A job whose windows have no extensions, judge nothing, and count separately.
     trial = copy.copy(job)
     trial.begin_anew()
-    trial.random, trial.fit, trial.substitute = None, job.fit, job.substitute
+    trial.fit, trial.substitute = job.fit, job.substitute
     trial.hooks, trial.config = hooks_of(()), replace(job.config, on_nonfinite="ignore")
     with warnings.catch_warnings(), kept(job.models, every if engine.stale(every) else ()) as before:
         warnings.simplefilter("ignore")
