@@ -15,22 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ... import cutting
 from ...batchnorm import KINDS
-from ...cutting import (
-    Columns,
-    KeyPath,
-    Names,
-    count_samples,
-    cut_batch,
-    cut_entries,
-    entries_of,
-    fresh,
-    goes_whole,
-    is_array,
-    is_list,
-    map_tensors,
-    rebuilt,
-)
+from ...cutting import Columns, KeyPath, Names, count_samples, cut_batch, fresh, map_tensors
 from ...feed import Batches, Make, cut_up
 from ...job import Manner
 from ...law import DistaccumError, all_or_none, in_short
@@ -39,9 +26,8 @@ from ...planner import Planner
 from ..snapshot import Snapshot
 from ..update import LossFn, run_all
 
-# The largest error that rounding explains, by dtype; other dtypes are half precision.
+# The largest error that rounding explains, by dtype; others are half precision, and have 5e-2.
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
-BOUND_OF_HALF = 5e-2
 
 
 @dataclass(frozen=True)
@@ -94,12 +80,12 @@ class Comparison:
         own = self._own if peers.num_ranks == 1 else map_tensors(self._own, Tensor.cpu)
         everyone = peers.gather_objects((own, length, failed and in_short(failed)))
         all_or_none([why for *_, why in everyone], failed, "rank {ranks} could not begin the check ({why})")
-        batches, lengths = [batch for batch, length, _ in everyone if length], [n for _, n, _ in everyone if n]
+        lengths = [length for _, length, _ in everyone if length]
         if sum(lengths) < 2:
             raise ValueError(f"check() got {sum(lengths)} samples, expected at least two, to cut between them")
         if peers.num_ranks == 1:
             return own, length
-        joined = join_batches(batches, lengths, self.whole)
+        joined = join_batches([batch for batch, length, _ in everyone if length], lengths, self.whole)
         return map_tensors(joined, lambda t: t.to(self.parameters[0].device)), sum(lengths)
 
     def count(self, name: str, batch: Any, length: int) -> float:
@@ -108,7 +94,7 @@ class Comparison:
         return length if count is count_samples else float(count(batch))
 
     def bound(self) -> float:
-        return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
+        return BOUNDS.get(self.narrowest, 5e-2)
 
     def agrees(self, errors: Sequence[tuple[float, float]]) -> bool:
         """Returns whether rounding explains the errors that `compare` returned."""
@@ -234,20 +220,20 @@ class Comparison:
 
 def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = ()) -> Any:
     """One batch of all samples; cutting it at `lengths` gives the batches again."""
-    cuts = [cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
+    cuts = [cutting.cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
 
     def join(parts: Sequence[Any], path: KeyPath) -> Any:
         first, are_cut = parts[0], [cut.get(path) for cut in cuts]
-        if is_array(first) and all(are_cut):
+        if cutting.is_array(first) and all(are_cut):
             return torch.cat([torch.as_tensor(part, device="cpu") for part in parts])
-        # In a batch of one sample, the list may have been taken for columns.
-        fit = zip(parts, lengths, are_cut, strict=True)
-        if is_list(first) and any(are_cut) and all(is_it or length == 1 == len(part) for part, length, is_it in fit):
+        # On a rank with one sample, the list may have been taken for columns.
+        are_lists = cutting.is_list(first) and any(are_cut)
+        if are_lists and all(len(part) == length for part, length in zip(parts, lengths, strict=True)):
             return type(first)(itertools.chain.from_iterable(parts))
-        if False in are_cut or goes_whole(path, whole):
+        if False in are_cut or cutting.goes_whole(path, whole):
             return first
-        by_key = [entries_of(part) for part in parts]
-        return rebuilt(first, lambda _, key: join([entries[key] for entries in by_key], (*path, key)))
+        by_key = [cutting.entries_of(part) for part in parts]
+        return cutting.rebuilt(first, lambda _, key: join([entries[key] for entries in by_key], (*path, key)))
 
     return join(batches, ())
 
