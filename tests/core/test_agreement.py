@@ -1,21 +1,21 @@
 """What must be equal on all ranks: a difference is an error on all of them, before a weight changes."""
 
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 
 from distaccum import Accumulator, Extension, count_samples, count_tokens
 from distaccum.norms import local
-from tests.support.problems import micro_batches_of, trunk
-from tests.support.ranks import Ranks, mesh_of, on_ranks
+from tests.support.engines import KINDS
+from tests.support.problems import make_net_without_router, micro_batches_of, trunk
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.windows import refused, run_window, weights
 
 
@@ -82,29 +82,19 @@ def test_settings_that_differ_between_ranks_are_named_on_all_of_them():
         assert refused(accumulator.window, batches) == seen, "as long as they differ"
 
 
-def sharded(*given):
-    *shape, model = given
-    return fully_shard(model, mesh=mesh_of(tuple(shape), "replicas", "shards") if shape else None)
-
-
-def flat(*given):
-    *shape, model = given
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if shape else ShardingStrategy.FULL_SHARD,
-        device_mesh=mesh_of(tuple(shape), "replicas", "shards") if shape else None,
-        device_id=torch.device("cpu"),
-    )
+def beside_sharded(model, lr):
+    both = nn.ModuleList([fully_shard(model), nn.Linear(4, 4)])
+    return both, SGD(both.parameters(), lr=lr)
 
 
 # By name: how a model is wrapped, and whether rank 3 has copies of what other ranks have
 WRAPPED = {
-    "DDP": (DistributedDataParallel, True),
-    "FSDP2": (sharded, False),
-    "FSDP2 on a hybrid mesh": (partial(sharded, 2, 2), True),
-    "beside FSDP2": (lambda model: nn.ModuleList([sharded(model), nn.Linear(4, 4)]), True),
-    "FSDP1": (flat, False),
-    "FSDP1 on a hybrid mesh": (partial(flat, 2, 2), True),
+    "DDP": (KINDS["DDP"].wrap, True),
+    "FSDP2": (KINDS["FSDP2"].wrap, False),
+    "FSDP2 on a hybrid mesh": (KINDS["HSDP, 2 replicas of 2 shards"].wrap, True),
+    "beside FSDP2": (beside_sharded, True),
+    "FSDP1": (KINDS["FSDP1"].wrap, False),
+    "FSDP1 on a hybrid mesh": (KINDS["FSDP1, HYBRID_SHARD"].wrap, True),
 }
 
 
@@ -148,11 +138,11 @@ def test_rank_that_does_not_come_is_named_with_the_error_that_kept_it(how, comes
 def test_copies_of_weights_that_differ_are_refused_and_parts_are_not():
     for name, (wrap, is_copied) in WRAPPED.items():
         for change in (0.0, 1e-9, 1.0):
-            model = wrap(trunk())
+            model, optimizer = wrap(make_net_without_router(), 0.1)
             parameter = list(model.parameters())[-1]
             with torch.no_grad():
                 local(parameter).mul_(1 + change * (dist.get_rank() == 3))
-            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1))
+            accumulator = Accumulator(model, optimizer)
             said = refused(accumulator.window, micro_batches_of([[1]] * 4, 0, dist.get_rank()))
             assert (said != "nothing") == (is_copied and change == 1.0), (name, change, said)
             assert said == "nothing" or " differs between the data-parallel ranks (rank " in said

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.launch.test_train import log_of, same
+from tests.launch.test_train import images, log_of, same
 from tests.support.programs import ROOT, free_port, wait_for
 
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
@@ -117,7 +116,7 @@ def test_configs_start(programs, tmp_path, path):
         ranks = int(command[command.index("--nodes") + 1]) * int(command[command.index("--ranks") + 1])
     config = path.read_text()
     if 'device = "cuda"' in config or path.stem in MESHES:
-        data = () if path.stem in MESHES else ("--data", images(tmp_path))
+        data = () if path.stem in MESHES else ("--data", texts_and_images(tmp_path))
         done = programs.run("train", "--config", path, *data, "--plan", ranks)
         assert done.status == 0, done.text
         assert f"{ranks} ranks, " in done.text and ("on cuda" in done.text or path.stem in MESHES)
@@ -129,15 +128,11 @@ def test_configs_start(programs, tmp_path, path):
     assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
 
 
-def images(folder: Path) -> Path:
-    """A folder with a text and with images sorted by class."""
-    from torchvision.transforms.functional import to_pil_image
-
-    for image in [folder / "data" / part / name / "0.png" for part in ("train", "val") for name in ("cats", "dogs")]:
-        image.parent.mkdir(parents=True)
-        to_pil_image(torch.rand(3, 8, 8)).save(image)
-    (folder / "data" / "text.md").write_text("\n\n".join(["some words in a paragraph"] * 20))
-    return folder / "data"
+def texts_and_images(folder: Path) -> Path:
+    for part in ("train", "val"):
+        images(folder / part, 1)
+    (folder / "text.md").write_text("\n\n".join(["some words in a paragraph"] * 20))
+    return folder
 
 
 def test_fsdp_under_accelerate_is_refused_on_cpu_where_it_would_be_ddp(programs, tmp_path):

@@ -181,18 +181,28 @@ def only_line(text: str) -> str:
 
 
 def images(folder: Path, number: int) -> Path:
+    """A new folder of images of two classes."""
     from torchvision.transforms.functional import to_pil_image
 
     torch.manual_seed(0)
-    for name in ("cats", "dogs"):
-        (folder / "images" / name).mkdir(parents=True)
-        for i in range(number):
-            to_pil_image(torch.rand(3, 20, 24)).save(folder / "images" / name / f"{i}.png")
-    return folder / "images"
+    for file in [folder / name / f"{i}.png" for name in ("cats", "dogs") for i in range(number)]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        to_pil_image(torch.rand(3, 20, 24)).save(file)
+    return folder
 
 
 def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
-    data = ("--data", images(tmp_path, 15), "--batch-size", 8, "--micro-batch-size", 2, "--augment", "--epochs", 2)
+    data = (
+        "--data",
+        images(tmp_path / "images", 15),
+        "--batch-size",
+        8,
+        "--micro-batch-size",
+        2,
+        "--augment",
+        "--epochs",
+        2,
+    )
     for out, ranks, more in (("one", 1, ()), ("two", 2, ()), ("workers", 1, ("--workers", 2))):
         trained(programs, tmp_path / out, *SMALL, *data, "--precision", "float64", *more, ranks=ranks)
         proven(programs, tmp_path / out, 1e-10)
@@ -238,6 +248,7 @@ def test_option_on_the_command_line_beats_the_file(programs, tmp_path):
     assert "46 updates, 23 per epoch" in programs.run("train", "--config", file, "--epochs", 2, "--plan").text
 
 
+TEXT = ("--task", "language", "--plan", "4")
 MISTAKES = {
     ("--batchsize", "3"): "'--batchsize' is not known (did you mean --batch-size?)",
     ("--config", "unknown.toml"): "unknown.toml: '--batch' is not known (did you mean",
@@ -266,6 +277,13 @@ MISTAKES = {
     ("--min-lr", "1"): "min_lr = 1.0 and lr = 0.02, expected a min_lr of at most lr",
     ("--model", "cnn", "--evaluate-only"): "evaluate_only of weights that nobody has trained; give weights, or resume",
     ("--model", "cnn", "--activation-checkpointing"): "activation_checkpointing with cnn, which has no blocks",
+    ("--tp", "2", "--plan", "4"): "tp = 2 with model = 'resnet18', expected task = 'language' and 'gpt'",
+    (*TEXT, "--tp", "3"): "tp = 3 and 4 ranks, expected a number that divides them",
+    (*TEXT, "--tp", "2", "--cp", "2"): "tp = 2 and cp = 2, expected one of tp, cp and pp above 1",
+    (*TEXT, "--cp", "2", "--measure-noise"): "cp = 2 with measure_noise, expected one of them",
+    (*TEXT, "--cp", "4", "--context", "50"): "cp = 4 and context = 50, expected a number that divides them",
+    (*TEXT, "--pp", "2", "--micro-batch-size", "3"): "pp = 2 and micro_batch_size = 3, expected a number that divides",
+    (*TEXT, "--pp", "2", "--engine", "fsdp2", "--sync", "every"): "pp = 2 with sync = 'every', expected 'last'",
 }
 
 

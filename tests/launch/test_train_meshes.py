@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_train import log_of, only_line, proven, same, trained
+from tests.launch.test_train import log_of, proven, same, trained
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.long
@@ -67,22 +67,3 @@ def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
     printed = trained(programs, out, *options, "--resume", ranks=4)
     assert "goes on with update 0" in printed
     assert same(tmp_path / "whole", out)
-
-
-TEXT = ("--task", "language", "--plan", "4")
-MISTAKES = {
-    ("--tp", "2", "--plan", "4"): "tp = 2 with model = 'resnet18', expected task = 'language' and 'gpt'",
-    (*TEXT, "--tp", "3"): "tp = 3 and 4 ranks, expected a number that divides them",
-    (*TEXT, "--tp", "2", "--cp", "2"): "tp = 2 and cp = 2, expected one of tp, cp and pp above 1",
-    (*TEXT, "--cp", "2", "--measure-noise"): "cp = 2 with measure_noise, expected one of them",
-    (*TEXT, "--cp", "4", "--context", "50"): "cp = 4 and context = 50, expected a number that divides them",
-    (*TEXT, "--pp", "2", "--micro-batch-size", "3"): "pp = 2 and micro_batch_size = 3, expected a number that divides",
-    (*TEXT, "--pp", "2", "--engine", "fsdp2", "--sync", "every"): "pp = 2 with sync = 'every', expected 'last'",
-}
-
-
-@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_unsupported_combinations_print_one_line_and_exit_with_status_2(programs, tmp_path, arguments):
-    done = programs.start("train", *arguments, cwd=tmp_path).wait()
-    assert done.status == 2, done.text
-    assert MISTAKES[arguments] in only_line(done.text)
