@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +17,7 @@ from tests.support.counting import Counting
 from tests.support.engines import fully_sharded
 from tests.support.problems import gradient_of_trunk, join, make_batch, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, error, gradient, hooked, loss_of, refused, run_window, weights
+from tests.support.windows import accumulating, error, gradient, hooked, loss_of, run_window, weights
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 NARROW = [{**batch, "x": batch["x"].float()} for batch in BATCHES]
@@ -180,31 +179,6 @@ def test_nonfinite_gradient_raises_before_the_callers_step():
     model = trunk()
     with pytest.raises(DistaccumError, match="not finite"):
         run_window(Accumulator(model).window([poison(BATCHES[0])]), model)
-
-
-@pytest.mark.parametrize("where", ["loss", "backward"])
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-@on_ranks(2)
-def test_ranks_agree_on_the_place_of_a_nan(kind, where, on_nonfinite):
-    """A nonfinite loss is found in its micro-batch; a NaN from a backward has no known place in a loop."""
-    model = DistributedDataParallel(trunk()) if kind == "DDP" else fully_sharded(parts=False)(trunk(), 0.1)[0]
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
-    before = weights(model)
-    place = {
-        "loss": "(the loss of micro-batch 1 on rank 1 is nan; first in 0.0.weight, 0.0.bias, 0.2.weight and 3 more",
-        "backward": "(every loss is finite, so it came up in a backward or in the reduction; first in 0.0",
-    }[where]
-    for _ in range(2):
-        window = accumulator.window(BATCHES)
-        for i, batch in enumerate(window):
-            is_bad = (dist.get_rank(), i) == (1, 1)
-            loss = loss_of(model, poison(batch) if is_bad and where == "loss" else batch)
-            window.backward(hooked(loss, lambda g: g * math.nan) if is_bad and where == "backward" else loss)
-        assert "not finite " + place in (refused(window.step) if on_nonfinite == "raise" else window.step().reason)
-        assert torch.equal(weights(model), before)
-    run_window(accumulator.window(BATCHES), model)
-    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
 
 class ByNorm(Extension):

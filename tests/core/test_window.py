@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, Update, Window
 from distaccum.extensions import Spans
+from tests.core.test_misuses import leave_by_break
 from tests.support.problems import gradient_of_trunk, make_batch, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, gradient, hooked, loss_of, run_window, weights
@@ -139,14 +140,6 @@ def test_spans_name_what_a_window_does_in_a_trace():
         event.name.partition(": ")[2] for event in profiler.events() if event.name.startswith("distaccum: ")
     )
     assert found == {"window 0": 1, "window 1": 2, "backward": 5, "finish": 2, "step": 2}
-
-
-def leave_by_break(accumulator, model):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        break
-    return window
 
 
 def test_one_of_a_thing_is_singular_in_the_repr():
