@@ -69,6 +69,9 @@ def lead_on(app: Sphinx, page: str, source: list[str]) -> None:
     is_result = page.startswith(f"{MEASURED}/")
     folder = (RESULTS.parent / "results" / page.removeprefix(f"{MEASURED}/") if is_result else DOCS / page).parent
     up = "../" * page.count("/")
+    lists = source[0]
+    if page == "index":
+        source[0] = first_screen()
 
     def lead(match: re.Match[str]) -> str:
         words, path, anchor = match[1], match[2], match[3] or ""
@@ -86,10 +89,20 @@ def lead_on(app: Sphinx, page: str, source: list[str]) -> None:
 
     source[0] = LINK.sub(lead, PICTURE.sub(rf"![\1]({up}{MEASURED}/", source[0]))
     if page.rpartition("/")[2] == "index":
-        source[0] += contents(source[0])
+        source[0] += contents(lists)
     if page == "results":
         pages = sorted(path.relative_to(RESULTS).with_suffix("") for path in RESULTS.rglob("*.md"))
         source[0] += "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(f"{MEASURED}/{one}" for one in pages) + "\n```\n"
+
+
+def first_screen() -> str:
+    """The site's first page: what the README begins with, whose links are those of a page in docs/."""
+    first, *sections = re.split(
+        r"^(?=## )", (DOCS.parent / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    wanted = ("## Which are you?", "## Audit what you have", "## Before and after")
+    text = first + "".join(section for heading in wanted for section in sections if section.startswith(heading))
+    return re.sub(r"\]\((?![a-z]+:|#)(docs/)?", lambda match: "](" if match[1] else "](../", text)
 
 
 def keep_numbers(app: Sphinx, doctree: nodes.document) -> None:

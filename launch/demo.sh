@@ -5,8 +5,8 @@
 #   bash launch/demo.sh [options of train.py]
 #
 # The run, with its log and the picture of its loss, is in runs/demo, which is made anew.
-# PYTHON=python3.12 picks another interpreter to make .venv with, and VENV= another folder for it; OUT= is another folder
-# for the run, which must not hold one.
+# PYTHON=python3.12 picks another interpreter to make .venv with, VENV= another folder for it, and UV_TORCH_BACKEND=cpu
+# torch without CUDA (1 GB instead of 5). OUT= is another folder for the run, which must not hold one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck disable=SC1091 # which is checked by itself

@@ -9,6 +9,7 @@ valid Python, and what they import from distaccum must be there.
 import ast
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -138,6 +139,17 @@ def test_picture_is_what_its_program_draws(name, tmp_path):
     assert (tmp_path / name).read_text() == (ROOT / "docs" / "images" / name).read_text(), "run docs/images/draw.py"
 
 
+def test_notebook_is_made_of_its_page_and_runs():
+    text = (ROOT / "docs" / "start.ipynb").read_text()
+    assert text == runpy.run_path(str(ROOT / "docs" / "notebook.py"))["notebook"](), "run docs/notebook.py"
+    cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    names, out = {}, io.StringIO()
+    with redirect_stdout(out):
+        for cell in cells:
+            exec(compile(re.sub(r"^%.*", "", cell), "a cell", "exec"), names)
+    assert len(cells) == 3 and out.getvalue().endswith("0.4\nTrue\n")
+
+
 def test_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", tmp_path]
     done = subprocess.run([*command, "-d", tmp_path / ".doctrees"], capture_output=True, text=True, cwd=ROOT)
@@ -150,8 +162,19 @@ def test_site_builds_without_a_warning(tmp_path):
         assert f'id="{anchor}"' in (tmp_path / page).read_text()
     index = (tmp_path / "searchindex.js").read_text()
     words = ("oom", "gan", "clip", "hang", "slow", "wandb", "mps", "muon", "diloco", "elast", "sam", "opacus")  # stems
+    words += ("gradient_checkpoint", "qlora", "notebook", "ray", "torchtun")
     for word in words:
         assert re.search(rf'\b"?{word}"?:', index), word
+    assert re.search(r'"Memory and mixed precision".*"Start: exact gradient accumulation"', index)  # which come first
+    first = (tmp_path / "index.html").read_text()
+    for part in (
+        "pip install git",
+        "accumulator.windows(loader)",
+        "Which are you?",
+        "audit train.py",
+        "ExactAccumulation",
+    ):
+        assert part in re.sub(r"<[^>]*>", "", first), part
     assert 'href="measured/law.html"' in (tmp_path / "results.html").read_text()
     start = (tmp_path / "start.html").read_text()
     assert re.search(r'highlight-diff.*?class="gd"', start, re.DOTALL)
