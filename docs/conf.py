@@ -42,6 +42,7 @@ html_show_sourcelink = False
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 
 DOCS = Path(__file__).parent
+html_search_scorer = str(DOCS / "_static" / "scorer.js")
 RESULTS = DOCS.parent / "launch" / "results"
 MEASURED = "measured"  # a link to launch/results, which makes its files pages
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]*)(#[^)\s]*)?\)")
