@@ -104,7 +104,7 @@ def retry(
     snapshot = Snapshot(job.models)
     while True:
         agreement = Agreement(job.engine)
-        hooks = hooks_of([agreement, job.random, *extensions])
+        hooks = hooks_of([agreement, *filter(None, [job.random]), *extensions])
         window = planner.plan(draw, replace(manner, hooks=hooks, agrees=True, measure=partial(measure, job)))
         has_run = False
         try:
