@@ -224,7 +224,7 @@ class DeepSpeedEngine(Engine):
             self._holds = False
 
     def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
-        return Gradient(self.parameters(), is_late=self._judges)
+        return Gradient(None if self._judges else self.parameters())
 
     def step(self, optimizers: Sequence[Optimizer], gradient: Gradient, max_norm: float | None) -> str | None:
         engine = self._deepspeed

@@ -13,11 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    from torch._C import _will_engine_execute_node as will_execute
-except ImportError:
-    will_execute: Any = None  # type: ignore[no-redef]
-
 ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 # Name, what for, since which version, and what happens without it.
 NAMES = (
@@ -26,7 +21,7 @@ NAMES = (
         "deepspeed.runtime.base_optimizer._backward_active_depth",
         "forgets a failed backward",
         "0.19",
-        "nothing to forget",
+        "it has none",
     ),
     (f"{ZERO}._coalesce_grad_reduction", "tells whether DeepSpeed can coalesce", "0.19", "it reduces each micro-step"),
     (f"{ZERO}._release_ipg_buffers", "frees what a backward that failed left", "0.18", "freed with the next step"),
@@ -131,6 +126,7 @@ def discard_window(engine: Any, stage: int) -> None:
 
 def is_reached(parameter: Tensor) -> bool:
     """True if the running backward reaches `parameter`, as DeepSpeed itself tests it; true if the name is missing."""
+    will_execute: Any = getattr(sys.modules["torch._C"], "_will_engine_execute_node", None)
     if will_execute is None:
         return True
     with torch.enable_grad():
