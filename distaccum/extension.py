@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .doors import is_there, opened
+from .engines.base import Gradient
 from .job import Hooks, Job
-from .norms import Gradient
 from .update import Update
 from .window import Window
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .cutting import count_samples, entries_of, is_array
-from .engines.base import OVERFLOW, Engine
+from .engines.base import OVERFLOW, Engine, total_norm
 from .law import DistaccumError, Once, shorten, warn
 from .losses import Losses, Record
-from .norms import local, names_of, total_norm
+from .norms import local, names_of
 from .options import OnNonfinite
 
 TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, clipping, unscale_ or another backward)"

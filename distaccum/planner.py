@@ -106,6 +106,8 @@ class Planner:
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
+        for hook in job.last_hooks:
+            hook.come_last()
         window = Window(job, plan, found, manner, pace)
         self._window = weakref.ref(window)
         return window
@@ -278,8 +280,8 @@ class Planner:
 class StepHook:
     """Called before each step of an optimizer: refuses one in mid-window, and lets the window's own move on.
 
-    The window's own step brings it behind all other hooks, right before the weights move: a state that a hook takes
-    before them is of this update, and of the next one afterwards.
+    Each plan brings it behind all other hooks, right before the weights move: a state that a hook takes before them is
+    of this update, and of the next one afterwards.
     """
 
     def __init__(self, planner: Planner, optimizer: Any) -> None:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from . import guard
 from .cutting import Batch, fresh
 from .doors import opened
-from .engines.base import OVERFLOW
+from .engines.base import OVERFLOW, Gradient
 from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Start, Tamper
 from .law import DistaccumError, Plan, Reduction, plural
 from .losses import Losses, Record
-from .norms import Gradient
 from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, stamp_of_scale, unscale
 from .update import Update
@@ -359,8 +358,6 @@ class Window(Generic[Batch]):
         record = Record(self.losses, self.numbers, flags, engine)
         reason = self._judge(gradient, record)
         if reason is None:
-            for last_hook in job.last_hooks:
-                last_hook.come_last()
             self.stage, self._start.may_be_stepped = Stage.STEPPING, not job.optimizers
             reason = engine.step(job.optimizers, gradient, config.max_norm)
             self._has_stepped = reason is None
@@ -368,8 +365,11 @@ class Window(Generic[Batch]):
                 reason = guard.explain_skip(self, engine, record, reason, config.on_nonfinite)
         if scaler is not None and reason is not None:
             scaler.update()
-        record.shows_norm = config.max_norm is not None
-        record.norm = gradient.close(take=record.shows_norm)
+        if reason is not None and config.max_norm is not None:
+            gradient.take()
+        record.norm, record.shows_norm = gradient.known, config.max_norm is not None
+        # Its parameters are cleared now.
+        gradient.parameters = None
         return reason, record
 
     def _judge(self, gradient: Gradient, record: Record) -> str | None:

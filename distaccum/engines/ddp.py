@@ -145,12 +145,10 @@ class DDPEngine(Engine):
                 shared.flags = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
             shared.takers.append(self)
             wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
-            if wrapper not in self._unseen_graphs:
-                # Otherwise its next backward would reduce on a rank where a forward outside windows armed it, and
-                # parameters used in another Accumulator's open window would count as used in this one.
-                private.disarm(wrapper)
-            # A rank may run fewer forwards than others, or none, or fail in its first, so no forward may communicate.
-            at_end = private.communicate_before_forward(wrapper)
+            # Armed, its next backward would reduce on a rank where a forward outside windows armed it, and parameters
+            # used in another Accumulator's open window would count as used in this one. A rank may run fewer forwards
+            # than others, or none, or fail in its first, so no forward may communicate.
+            at_end = private.communicate_before_forward(wrapper, disarms=wrapper not in self._unseen_graphs)
             wrapper.require_forward_param_sync = at_end and not (plan.some_rank_is_dry or plan.agrees)
 
     def will_reduce(self, reduce: bool) -> bool:

@@ -19,11 +19,11 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ..engines.base import Engine
+from ..engines.base import Engine, total_norm
 from ..extension import Extension
 from ..job import Job
 from ..law import share_of
-from ..norms import total_norm, widest
+from ..norms import widest
 from ..update import Update
 from ..window import Window
 
@@ -195,7 +195,7 @@ class NoiseScale(Extension):
         if self._engine.peers.num_ranks == 1 and self._small is None:
             return None
         if not self._norm_follows:
-            norm: Any = self._engine.gradient(self._parameters()).known(take=True)
+            norm: Any = self._engine.gradient(self._parameters()).take()
             self._norm = None if norm is None else self._unscaled(norm)
         zeros = widest(torch.zeros(3, device=window.parameters[0].device))
         return zeros if self._small is None else self._small.to(zeros)

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..engines.base import OVERFLOW, Engine, Sync, refuse_left_out_terms, sparse_embeddings
+from ..engines.base import OVERFLOW, Engine, Gradient, Groups, Sync, refuse_left_out_terms, sparse_embeddings
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
-from ..norms import Gradient, Groups
 from ..private import replaced
 from .private import deepspeed as private
 
@@ -236,7 +235,7 @@ class DeepSpeedEngine(Engine):
         self._holds = not engine.was_step_applied()
         if self._judges:
             norm = engine.get_global_grad_norm()
-            gradient.taken = torch.as_tensor(float("nan") if norm is None else norm)
+            gradient.known = torch.as_tensor(float("nan") if norm is None else norm)
         if not self._holds:
             return None
         return OVERFLOW if self._scales else "a gradient is not finite"

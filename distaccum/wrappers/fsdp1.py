@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..adapter import Prepared
 from ..engines.averaging import average, averaged
-from ..engines.base import Engine, Sync, refuse_left_out_terms, refuse_to_look
+from ..engines.base import Engine, Gradient, Groups, Sync, refuse_left_out_terms, refuse_to_look
 from ..law import Plan, shorten, warn
-from ..norms import HALF, Gradient, Groups, names_of
+from ..norms import HALF, names_of
 from .private import fsdp1 as private
 
 

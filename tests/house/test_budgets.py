@@ -13,16 +13,16 @@ BUDGETS = {
     "adapter.py": 70,
     "cutting.py": 345,
     "doors.py": 70,
-    "engines/": 1375,
-    "engines/private/": 305,
-    "extension.py": 95,
+    "engines/": 1505,
+    "engines/private/": 310,
+    "extension.py": 120,
     "guard.py": 245,
     "meshes/": 680,
-    "norms.py": 190,
+    "norms.py": 55,
     "options.py": 215,
     "scaling.py": 80,
     "update.py": 95,
-    "wrappers/": 990,
+    "wrappers/": 985,
 }
 # Further below its number than this, a file gets a smaller one.
 SLACK = 15

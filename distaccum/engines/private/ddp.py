@@ -91,8 +91,10 @@ def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return trained
 
 
-def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
+def communicate_before_forward(wrapper: DistributedDataParallel, *, disarms: bool) -> bool:
     """Sends now what DDP's forward would, as Join does; returns whether a forward also sends buffers at its end."""
+    if disarms:
+        disarm(wrapper)
     if wrapper._join_config.enable:
         raise DistaccumError(
             "a window inside DDP's join(), whose collectives would meet the window's; remove join(): ranks may "
