@@ -101,10 +101,6 @@ def _pack(part: Part) -> bytes:
     `torch.distributed.checkpoint` loads only entries that a fresh state also has, and a fresh state cannot have entries
     that are not known yet.
     """
-    # An array of numpy could not be loaded again.
-    if numpy := part["random"].get("numpy"):
-        words = {name: word.tolist() if hasattr(word, "tolist") else word for name, word in numpy["state"].items()}
-        part = {**part, "random": {**part["random"], "numpy": {**numpy, "state": words}}}
     box = io.BytesIO()
     try:
         torch.save(part, box)

@@ -36,7 +36,7 @@ OUTSIDE = (
     "lightning.py",
 )  # of the core, as all folders but engines/ are
 LARGEST = {"class": 300, "function": 60, "file": 500, "signature": 8}
-BUDGETS = {"runs": 1290, "state": 279, "feeding": 147, "extensions": 388}  # lines of a room
+BUDGETS = {"runs": 1290, "state": 306, "feeding": 147, "extensions": 388}  # lines of a room
 LARGER = {"Window": 400}  # an update is read there from top to bottom, with what a hover shows of it
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
 FOREIGN_ROOMS = (
