@@ -44,13 +44,13 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
     job = planner.job
     refuse_closure(job.engine, "contrast")
     extensions = [extension for extension in job.extensions if extension.in_contrast]
-    draw, run = cut_up(batch, job, columns, in_order=True), partial(_run, job, encode, loss_fn)
+    draw, run = cut_up(batch, job, columns, in_order=True), partial(_run_contrast, job, encode, loss_fn)
     update = retry(planner, extensions, draw, Manner(is_sum=True), run)
     job.num_contrasts += 1
     return update
 
 
-def _run(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement: Agreement) -> None:
+def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement: Agreement) -> None:
     engine, peers = job.engine, job.engine.peers
     window.begin()
     if window.plan.is_empty:
