@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import nn
+
+from .law import Once, shorten
 
 KINDS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 Model = TypeVar("Model", bound=nn.Module)
@@ -14,6 +17,17 @@ Model = TypeVar("Model", bound=nn.Module)
 def batchnorms(model: nn.Module) -> list[tuple[str, Any]]:
     """The layers that normalise by a batch's statistics, with their names."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
+
+
+def warn_of_batchnorm(layers: Sequence[tuple[str, Any]], once: Once) -> None:
+    """Warns about layers that are trained on several micro-batches."""
+    if "batchnorm" not in once.keys and (names := [name for name, module in layers if module.training]):
+        once(
+            "batchnorm",
+            f"{shorten(names)} normalise each micro-batch by its own statistics, so the gradient is not that of "
+            "the big batch; freeze them (distaccum.batchnorm.freeze), use GroupNorm (to_groupnorm, there) or "
+            "LayerNorm, or accept it with batchnorm='ignore'",
+        )
 
 
 def freeze(model: nn.Module) -> list[str]:

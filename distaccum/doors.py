@@ -49,6 +49,7 @@ DOORS = {
     **dict.fromkeys(("refuse_other_meshes", "refuse_unclaimed_dimensions"), "meshes.sharing"),
     # Runs of whole windows, and their states.
     **dict.fromkeys(("each_head", "each_part"), "runs.parts"),
+    "Places": "state.places",
     "RandomNumbers": "state.randomness",
     "update": "runs.update",
     "contrast": "runs.contrast",

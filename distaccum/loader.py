@@ -1,0 +1,239 @@
+"""Loader: the windows of a loader; it owns the next one, draws it while one runs, and settles what ranks reported."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Generic, final
+
+from .batches import Batches, LocalPart, cut_up
+from .cutting import Batch, Columns, WouldWait, refuse_to_wait
+from .job import Job
+from .law import Reports, all_or_none, steps_for, whole_number
+from .planning import Planner, local_part
+from .ranks import Owed
+from .reader import Reader
+from .window import Window
+
+
+@final
+class Windows(Iterator[Window[Batch]], Generic[Batch]):
+    """Iterates over the windows of a loader, until no rank has a micro-batch left; has a length if the loader has."""
+
+    def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
+        self._loader, self._job = loader, planner.job
+        # A generator without a reference to this object, so that it ends when the caller drops this.
+        self._windows = _windows(planner, loader, ahead)
+
+    def __next__(self) -> Window[Batch]:
+        return next(self._windows)
+
+    def __len__(self) -> int:
+        """The number of windows of one pass over the loader, on this rank alone."""
+        left, num = len(self._loader), 0
+        while left > 0:
+            left -= num_items(self._job, self._job.index + num)
+            num += 1
+        return num
+
+    def close(self) -> None:
+        """Leaves the loop, as `break` does."""
+        self._windows.close()
+
+
+def _windows(planner: Planner, loader: Any, ahead: bool) -> Generator[Window]:
+    job, reading = planner.job, Loader(planner, loader, ahead=ahead)
+    with ExitStack() as stack:
+        stack.callback(reading.leave, loader)
+        for adapter in job.adapters:
+            stack.enter_context(adapter.reading(loader, reading.is_in_last))
+        while not (window := reading.next_window()).plan.epoch_over:
+            try:
+                yield window
+            except GeneratorExit:
+                window.may_be_dropped = True
+                job.lacks_step = job.lacks_step and planner.window is not window
+                raise
+            if window.plan.no_more_after:
+                # Otherwise a step() that was forgotten on the last window would go unnoticed.
+                if planner.window is window:
+                    planner.close_previous()
+                break
+        reading.end(loader)
+
+
+@final
+class Loader:
+    """Reads a loader at an even pace: each micro-step of a window draws part of the next one.
+
+    So a DataLoader's workers never idle, and no window begins by waiting for all of its data. The next window is
+    reported as soon as it is drawn; `Peers.owe` says what happens to the report if ranks leave at different places.
+    """
+
+    def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
+        job = planner.job
+        self._planner, self._job, self._peers = planner, job, job.engine.peers
+        # Ranks wait for each other inside the loader.
+        self._communicates = any(adapter.communicates(loader) for adapter in job.adapters)
+        self._reads_ahead = ahead and not self._communicates
+        # The number of loader items in the next window, and whether it is still to be drawn, and not given up.
+        self._num, self._is_due = 0, False
+        # The next window's report, and what was reported.
+        self._owed: Owed | None = None
+        self._next: LocalPart | None = None
+        # An iterator whose loop was left goes on with what was drawn of it.
+        kept = next((reader for reader in planner.left if reader.of() is loader), None)
+        planner.left = [reader for reader in planner.left if reader is not kept and reader.of() is not None]
+        going_on, random, places = kept and kept.source, job.random, planner.places
+        # An empty loader has a reason if it was left before, or a state was just loaded.
+        self._may_be_empty = kept is not None or (random is not None and random.loaded is not None)
+        # Of a loader that tells its state: it is told what becomes of the items.
+        self._pass: Any = places and places.open(loader, going_on or None)
+        source = self._pass or loader
+        if kept is not None:
+            kept.resume(source)
+        self._reader = kept or Reader(source, bool if random is None or self._pass else random.open)
+
+    def next_window(self) -> Window:
+        """Plans the next window, which is empty if no rank has a micro-batch left."""
+        planner, job = self._planner, self._job
+        before = job.start
+        if self._pass is not None:
+            self._pass.join()
+        planner.begin()
+        part, reports = self._draw(job.index)
+        window = planner.window_of(part, reports, pace=self.pace)
+        is_last = window.plan.no_more_after or window.plan.epoch_over
+        if planner.places is not None:
+            planner.places.are_read = is_last
+        self._use(self._num)
+        if self._reads_ahead and not is_last:
+            self._owed = self._peers.owe(part.report)
+            self._num = self._expected(self._owed.update)
+            self._is_due = self._num > 0
+        else:
+            # From here on the loop may write to the items.
+            self._reader.settle_reuse()
+        if window.plan.epoch_over:
+            job.start = before
+        else:
+            self._may_be_empty = True
+        return window
+
+    def _draw(self, index: int) -> tuple[LocalPart, Reports]:
+        """This rank's part of update `index`, and the merged reports of all ranks."""
+        # Either the report was paid ahead and still fits, or it is paid now, or all ranks plan anew, because a rank did
+        # not pay, the steps have changed, or the last window was left or skipped and so lacks the expected stand-in.
+        job, peers = self._job, self._peers
+        owed, self._owed, self._is_due = self._owed, None, False
+        if owed is not None and owed.update == index and owed.wait is None:
+            self._next = local_part(job, self._batches, index)
+            peers.pay(owed, self._next.report)
+        elif owed is not None and owed.update == index:
+            drawn_for, self._num = self._num, self._expected(index)
+            self._next = self._next if self._num == drawn_for else None
+        part, self._next = self._next, None
+        reports = None if owed is None else peers.settle(owed)
+        lacks = job.substitute is None and part is not None and part.report.has_stand_in
+        if part is None or reports is None or part.report.update != index or lacks:
+            part, reports = local_part(job, self._batches, index), None
+        if self._pass is not None:
+            self._pass.start()
+        if part.error is not None:
+            self._use(0 if self._reader.drop_error(self._num) else self._num)
+            if self._communicates and not part.report.num_drawn:
+                # The others wait for this rank inside the loader, where no report of an error reaches them.
+                all_or_none((), part.take_error(), "")
+        return part, peers.plan(part.report) if reports is None else reports
+
+    def pace(self, micro_step: int, num_micro_steps: int) -> None:
+        """Draws part of the next window, as `micro_step` of the current one begins."""
+        if not self._is_due:
+            return
+        num = -(-self._num * (micro_step + 1) // num_micro_steps)
+        self._is_due = self._reader.fill(num, is_first_used=True) and num < self._num
+        owed = self._owed
+        if not self._is_due and owed is not None and owed.wait is None:
+            try:
+                self._next = local_part(self._job, partial(self._batches, ahead=True), owed.update, ahead=True)
+            except WouldWait:
+                return
+            self._peers.pay(owed, self._next.report)
+
+    def is_in_last(self) -> bool:
+        """True if the micro-batch at work is the last that was drawn."""
+        window = self._planner.window
+        return window is not None and not self._reader.drawn and window.micro_step == len(window) - 1
+
+    def end(self, loader: Any) -> None:
+        """Notes that the pass over the loader has come to its end; warns if it had no window without a reason."""
+        if self._pass is not None:
+            self._pass.end()
+        if not self._may_be_empty:
+            self._job.once(
+                "empty",
+                f"windows() got a {type(loader).__name__} that yields no micro-batch on any rank, so nothing was "
+                "trained; make a generator anew for each epoch, and look at an empty loader's dataset and drop_last",
+            )
+
+    def leave(self, loader: Any) -> None:
+        """Stops drawing, because the loop over windows() is over; keeps what was drawn of an iterator."""
+        self._is_due = False
+        if self._pass is not None:
+            self._pass.leave()
+        if self._reader.leave(loader):
+            is_weak = isinstance(self._reader.of, weakref.ref)
+            # Of strong references, only the last is kept.
+            others = [other for other in self._planner.left if is_weak or isinstance(other.of, weakref.ref)]
+            self._planner.left = [*others, self._reader]
+
+    def _expected(self, index: int) -> int:
+        """The number of items in a window to come; 0 if that fails, as requesting the window then does."""
+        try:
+            return num_items(self._job, index)
+        except Exception:
+            return 0
+
+    def _batches(self, index: int, *, ahead: bool = False) -> Batches:
+        # In case the next line raises.
+        self._num = 0
+        self._num = num_items(self._job, index)
+        items, is_last = self._reader.peek(self._num)
+        if self._job.config.by_cost is None:
+            return Batches(items, steps=self._num, no_more_after=is_last)
+        # Cutting reads the costs.
+        if ahead:
+            refuse_to_wait(items)
+        batches = cut_up(items[0], self._job, Columns())(index) if items else Batches([])
+        batches.no_more_after = is_last
+        return batches
+
+    def _use(self, num: int) -> None:
+        """Drops the first `num` items, which are used now, or cannot be counted."""
+        del self._reader.drawn[:num]
+        if self._pass is not None:
+            self._pass.use(num)
+
+
+def num_items(job: Job, index: int) -> int:
+    """The number of loader items in update `index`; warns if they do not make the batch that was requested."""
+    config, ranks = job.config, job.engine.peers.num_data_ranks
+    if isinstance(config.steps, int):
+        return config.steps
+    if config.by_cost is not None:
+        return 1
+    if (given := config.steps_at(index)) is not None:
+        return given
+    wanted, micro = config.batch_size, config.micro_batch_size
+    assert wanted is not None and isinstance(micro, int)
+    wanted = whole_number(f"batch_size({index})", wanted(index)) if callable(wanted) else wanted
+    steps = steps_for(wanted, micro, ranks)
+    if steps * micro * ranks != wanted:
+        job.once(
+            "batch_size",
+            f"batch_size={wanted} is not a multiple of {ranks} ranks x {micro} samples: each full update holds "
+            f"{steps * micro * ranks} ({steps} micro-batches per rank); split() cuts a batch unevenly instead",
+        )
+    return steps
