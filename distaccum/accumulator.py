@@ -1,4 +1,4 @@
-"""Accumulator: options in, windows out. It only delegates: an update is in planner.py, feed.py, window.py, engines/.
+"""Accumulator: options in, windows out. It only delegates: an update is in loader.py, planning.py, window.py, engines/.
 
 >>> import torch
 >>> model = torch.nn.Linear(4, 1)
@@ -24,16 +24,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .agreement import heard_by_all
+from .batches import Batches, cut_up
 from .cutting import Batch, Count, Names, count_samples
 from .doors import opened
 from .engines import Sync
 from .extension import Extension, join_all
-from .feed import Batches, all_of, cut_up
 from .guard import refuse_copy_of_ranks
 from .job import Job
 from .law import Reduction, Schedule, plural
+from .loader import Windows
 from .options import BatchNorm, Config, OnNonfinite, by_name, function, refuse_as_loader, suggesting
-from .planner import Planner, Windows
+from .planning import Planner
+from .reader import all_of
 from .update import Update
 from .window import Window
 

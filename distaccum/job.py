@@ -43,13 +43,13 @@ class Start:
     """The place where a window began that is planned and not stepped: a job that resumes begins there."""
 
     random: Any = None  # The random numbers as its loop began; None before that.
-    place: Any = None  # Of its loader among others (planner.py).
+    place: Any = None  # Of its loader among others (state/places.py).
     position: Any = None  # The loader's, before its micro-batches.
     may_be_stepped: bool = False  # The caller steps, and may have done so.
 
 
 @dataclass(frozen=True)
-class Manner:
+class RunMode:
     """The way in which a window is run."""
 
     hooks: Hooks | None = None  # None: those of the accumulator's extensions
@@ -59,7 +59,7 @@ class Manner:
     measure: Callable[[Any], tuple[bool, int, int]] | None = None
 
 
-LOOP = Manner()
+LOOP = RunMode()
 
 
 @final

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
+from .batches import LocalPart, Pace
 from .cutting import Batch, fresh
 from .doors import opened
 from .engines.base import OVERFLOW, Gradient
-from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
-from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Start, Tamper
+from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start, Tamper
 from .law import DistaccumError, Plan, Reduction, plural
 from .losses import Losses, Record
 from .ranks import raise_if_lost
@@ -50,12 +50,12 @@ class Window(Generic[Batch]):
             one, run again with a share of 0 and counted nowhere. A plain module and DDP never need one.
     """
 
-    def __init__(self, job: Job, plan: Plan, found: Draw, manner: Manner, pace: Pace | None) -> None:
+    def __init__(self, job: Job, plan: Plan, part: LocalPart, mode: RunMode, pace: Pace | None) -> None:
         self.index, self.counts = job.index, dict(plan.counts)
         # For use inside the library:
-        self.plan, self.micros, self.substitute = plan, found.micros, found.substitute or job.substitute
+        self.plan, self.micros, self.substitute = plan, part.micros, part.substitute or job.substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()
-        reductions = SUM if manner.is_sum else job.config.reductions
+        reductions = SUM if mode.is_sum else job.config.reductions
         self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
         self.numbers: dict[str, Tensor] = {}  # from extensions, by key
         turns, self._num_early = job.engine.num_micro_steps(plan)
@@ -66,8 +66,8 @@ class Window(Generic[Batch]):
         self.counts_here = Counts()  # of the current micro-batch
         self.has_more_parts = False  # parts() or heads() has items left
         self.may_be_dropped = False  # another window may discard this one without an error
-        self._job, self._engine, self._num_own = job, job.engine, len(found.micros)
-        self._hooks = job.hooks if manner.hooks is None else manner.hooks
+        self._job, self._engine, self._num_own = job, job.engine, len(part.micros)
+        self._hooks = job.hooks if mode.hooks is None else mode.hooks
         self._pace = pace  # draws part of the next window
         self._start = job.start or Start()
         self._is_heard = False  # extensions were told of its beginning, but not of its end

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..batches import cut_up
 from ..cutting import Batch, Columns, fresh
-from ..feed import cut_up
-from ..job import Job, Manner
+from ..job import Job, RunMode
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF
-from ..planner import Planner
+from ..planning import Planner
 from ..ranks import Peers, in_contact
 from ..state.randomness import random_devices, random_state, set_random_state, set_seed
 from ..update import Update
@@ -45,7 +45,7 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
     refuse_closure(job.engine, "contrast")
     extensions = [extension for extension in job.extensions if extension.in_contrast]
     draw, run = cut_up(batch, job, columns, in_order=True), partial(_run_contrast, job, encode, loss_fn)
-    update = retry(planner, extensions, draw, Manner(is_sum=True), run)
+    update = retry(planner, extensions, draw, RunMode(is_sum=True), run)
     job.num_contrasts += 1
     return update
 

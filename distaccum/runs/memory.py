@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batches import Batches
 from ..cutting import each_entry, is_list, tensors_in
-from ..feed import Batches
 from ..job import Job
 from ..law import DistaccumError, whole_number
 
@@ -147,7 +147,7 @@ def fit_of(job: Job) -> MicroBatchSize:
 
 
 def measure(job: Job, batches: Batches) -> tuple[bool, int, int]:
-    """Returns `Manner.measure`'s values: no backward may reduce until micro-batches like these are known to fit.
+    """Returns `RunMode.measure`'s values: no backward may reduce until micro-batches like these are known to fit.
 
     If ranks run in lockstep, a failure on one cannot be undone either way, so a requested size is trusted.
     """

@@ -9,14 +9,14 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ..batches import DrawFn, cut_up
 from ..cutting import Batch, Columns
 from ..engines import Engine
 from ..extension import Extension, hooks_of
-from ..feed import Make, cut_up
 from ..guard import NonfiniteError, Stage
-from ..job import LOOP, Manner
+from ..job import LOOP, RunMode
 from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
-from ..planner import Planner
+from ..planning import Planner
 from ..update import Update
 from ..window import Window
 from .memory import fit_of, free, is_out_of_memory, measure
@@ -92,12 +92,12 @@ def update(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> U
 def retry(
     planner: Planner,
     extensions: Sequence[Extension],
-    draw: Make,
-    manner: Manner,
+    draw: DrawFn,
+    mode: RunMode,
     run: Callable[[Window, Agreement], None],
 ) -> Update:
     """Runs a window and steps it; if it runs out of memory, tries again with smaller micro-batches."""
-    planner.make_way()
+    planner.close_previous()
     job = planner.job
     # They are put back now, so that a second attempt has the same numbers.
     job.random.put_back()
@@ -105,7 +105,7 @@ def retry(
     while True:
         agreement = Agreement(job.engine)
         hooks = hooks_of([agreement, *filter(None, [job.random]), *extensions])
-        window = planner.plan(draw, replace(manner, hooks=hooks, agrees=True, measure=partial(measure, job)))
+        window = planner.plan(draw, replace(mode, hooks=hooks, agrees=True, measure=partial(measure, job)))
         has_run = False
         try:
             run(window, agreement)

@@ -16,7 +16,7 @@ from ..extension import KEYS
 from ..guard import OPEN
 from ..job import Job
 from ..law import DistaccumError, in_short, warn, whole_number
-from ..planner import Planner
+from ..planning import Planner
 from ..runs.memory import fit_of
 
 Part = dict[str, Any]
@@ -69,10 +69,10 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     # It may be planned; and the schedules are loaded too.
     if window is not None:
         window.discard()
-    planner.forget(warns=False)
+    planner.clear_orphan(warns=False)
     job.epochs.clear()
     job.random.resume(part["random"], is_between=part["is_between"])
-    planner.load(part["loaders"])
+    planner.places.load(part["loaders"])
     job.index, job.skipped, job.start, job.fit = index, skipped, None, learned
     if job.scaler is not None:
         job.scaler.load_state_dict(scaler)
@@ -92,7 +92,7 @@ def _part_of(planner: Planner) -> Part:
             "been stepped already; take it after window.step()"
         )
     numbers = (start.random if start is not None else None) or job.random.now()
-    return {"random": numbers, "is_between": planner.is_between(), "loaders": planner.positions()}
+    return {"random": numbers, "is_between": planner.places.is_between(), "loaders": planner.places.positions()}
 
 
 def _pack(part: Part) -> bytes:

@@ -155,8 +155,6 @@ def sizes(source: Source) -> Counter[str]:
     return found
 
 
-
-
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

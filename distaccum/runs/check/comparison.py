@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ... import cutting
+from ...batches import Batches, DrawFn, cut_up
 from ...batchnorm import KINDS
 from ...cutting import Columns, KeyPath, Names, count_samples, cut_batch, fresh, map_tensors
-from ...feed import Batches, Make, cut_up
-from ...job import Manner
+from ...job import RunMode
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local
-from ...planner import Planner
+from ...planning import Planner
 from ..snapshot import Snapshot
 from ..update import LossFn, run_all
 
@@ -151,12 +151,12 @@ class Comparison:
             self.narrowest = min(self.narrowest, tensor.dtype, key=_bits)
         return tensor
 
-    def _measured(self, draw: Make, name: str | None = None, *, restore: bool = True) -> Measured:
+    def _measured(self, draw: DrawFn, name: str | None = None, *, restore: bool = True) -> Measured:
         """The gradient and loss of a window that is not stepped; with a `name`, of that loss alone, unweighted."""
         if restore:
             self.before.restore()
         trial, engine, scaler, is_bare = self._trial, self.engine, self._trial.job.scaler, name is not None
-        window = trial.plan(draw, Manner(is_sum=is_bare, measure=lambda _: (is_bare, 0, 0)))
+        window = trial.plan(draw, RunMode(is_sum=is_bare, measure=lambda _: (is_bare, 0, 0)))
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()

@@ -13,7 +13,7 @@ from ...cutting import Columns
 from ...extension import hooks_of
 from ...law import DistaccumError
 from ...norms import names_of
-from ...planner import Planner
+from ...planning import Planner
 from ..snapshot import kept
 from ..update import LossFn, refuse_closure
 from .causes import causes_of
@@ -85,7 +85,7 @@ class Report:
 
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
     """Makes the report; puts back gradients, buffers, modes, random numbers, and which warnings were given."""
-    planner.make_way()
+    planner.close_previous()
     job, engine = planner.job, planner.job.engine
     refuse_closure(engine, "check")
     if "step" in engine.owns:
