@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run([*(sys.argv[1:] if arguments is None else arguments)])
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # The reader, such as `| head`, has seen enough; Python would complain as it exits.
+    except BrokenPipeError:
+        # The reader, such as `| head`, has seen enough; Python would complain as it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -140,7 +141,8 @@ def _check(given: argparse.Namespace) -> int:
     accumulator = Accumulator(model, options.pop("optimizer", None), **{**options, **sizes, **chosen})
     report = accumulator.check(batch, loss_fn, **columns)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if dist.is_initialized():  # A gloo thread may abort the process at exit, so no group may be alive then.
+    if dist.is_initialized():
+        # A gloo thread may abort the process at exit, so no group may be alive then.
         del model, batch, loss_fn, options, accumulator
         gc.collect()
         dist.barrier()
@@ -159,7 +161,8 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     make = getattr(_imported(module, name), name, None)
     if not callable(make):
         raise ValueError(f"{module} has no function {name}")
-    with redirect_stdout(sys.stderr):  # On stdout there is nothing but the report.
+    # On stdout there is nothing but the report.
+    with redirect_stdout(sys.stderr):
         made = make()
     if isinstance(made, tuple) and len(made) == 3:
         made = dict(zip(("model", "batch", "loss_fn"), made, strict=True))

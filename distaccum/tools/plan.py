@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
@@ -210,12 +211,11 @@ def amount(name: str, value: object) -> int:
     least, such = {"memory": (10**6, "80GB"), "parameters": (1, "7e9, 7b, 350M or 11.7M")}.get(name, (1, "8 or 512"))
     text = text.removesuffix("B") if name == "memory" else text
     times = SUFFIXES.get(text[-1:], 1)
-    try:
+    # A text that is no number raises the error below.
+    with suppress(ArithmeticError):
         number = Decimal(text[:-1] if times > 1 else text) * times
         if number >= least and number == int(number):
             return int(number)
-    except ArithmeticError:  # It is not a number.
-        pass
     models = f"; or one of {', '.join(MODELS)}" if name == "parameters" else ""
     raise ValueError(f"{name}={value!r}, expected a whole number of at least {least:,}, such as {such}{models}")
 
@@ -290,7 +290,7 @@ def scaled_learning_rate(
     by_root = f"square root of the batch ({MALLADI}); eps x {eps:g}, 1 - beta x {kappa:g} while beta stays above 0"
     rules = [("SGD", of_sgd, f"{why}, with a warm-up of 5 epochs"), ("Adam", root, by_root)]
     if optimizer is not None:
-        rules = [rules[optimizer == "adam"]]
+        rules = [rules[1] if optimizer == "adam" else rules[0]]
     advice = [f"{name}: lr x {times:g}{f' = {lr * times:g}' if lr else ''}: {rule}" for name, times, rule in rules]
     if is_sum and kappa != 1:
         advice.append(f"a sum: max_norm and SGD's weight decay x {kappa:g}, to keep their relative weight")
