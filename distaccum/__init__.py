@@ -7,8 +7,8 @@ from . import doors
 if TYPE_CHECKING:
     from .accumulator import Accumulator as Accumulator
     from .auditing.session import audit as audit
-    from .cutting import count_samples as count_samples
-    from .cutting import count_tokens as count_tokens
+    from .batch import count_samples as count_samples
+    from .batch import count_tokens as count_tokens
     from .extension import Extension as Extension
     from .feeding.by_cost import ByCost as ByCost
     from .law import DistaccumError as DistaccumError

@@ -24,18 +24,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .agreement import heard_by_all
+from .batch import Batch, Count, Names, count_samples
 from .batches import Batches, cut_up
-from .cutting import Batch, Count, Names, count_samples
 from .doors import opened
 from .engines import Sync
 from .extension import Extension, join_all
 from .guard import refuse_copy_of_ranks
 from .job import Job
-from .law import Reduction, Schedule, plural
+from .law import Reduction, Schedule
 from .loader import Windows
 from .options import BatchNorm, Config, OnNonfinite, by_name, function, refuse_as_loader, suggesting
 from .planning import Planner
 from .reader import all_of
+from .text import plural
 from .update import Update
 from .window import Window
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from . import private
 from .job import Job
-from .law import DistaccumError, LostRanksError, in_short, shorten
+from .law import DistaccumError, LostRanksError
 from .norms import local, names_of
 from .ranks import Rows
+from .text import in_short, shorten
 
 ROUNDING = 1e-3  # of a norm: copies may be off by the order in which ranks added sparse rows
 Values = dict[str, Any]  # by what an error calls them

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .cutting import Columns, cut_batch, cut_entries
+from .batch import Columns, cut_batch, cut_entries
 from .job import Job, Micro, Seen
 from .law import RankReport, cut_evenly
 

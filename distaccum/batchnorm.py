@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .law import Once, shorten
+from .text import Once, shorten
 
 KINDS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 Model = TypeVar("Model", bound=nn.Module)

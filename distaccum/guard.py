@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .cutting import count_samples, entries_of, is_array
+from .batch import count_samples, entries_of, is_array
 from .engines.base import OVERFLOW, Engine, total_norm
-from .law import DistaccumError, Once, shorten, warn
+from .law import DistaccumError
 from .losses import Losses, Record
 from .norms import local, names_of
 from .options import OnNonfinite
+from .text import Once, shorten, warn
 
 TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, clipping, unscale_ or another backward)"
 

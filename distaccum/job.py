@@ -12,15 +12,15 @@ from torch.optim import LBFGS
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .adapter import Prepared, adapters_for
+from .batch import count_samples
 from .batchnorm import batchnorms
-from .cutting import count_samples
 from .engines import Engine, choose_engine
 from .engines.base import GRAD
-from .law import Once
 from .norms import unique
 from .options import Config, as_list
 from .private import has_step_hooks, is_view, version_of
 from .scaling import has_unscaled
+from .text import Once
 
 MOST_SKIPS = 50  # in a row
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name

@@ -6,15 +6,11 @@ makes the same `Plan`. Each micro-loss then has one known factor, its share, and
 
 from __future__ import annotations
 
-import inspect
 import operator
-import os
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-PACKAGE = f"{Path(__file__).parent}{os.sep}"
+from .text import ranks_where
 
 
 class DistaccumError(RuntimeError):
@@ -43,53 +39,9 @@ def all_or_none(failed: Sequence[object], error: Exception | None, message: str)
         raise DistaccumError(message.replace("{ranks}", ranks_where(failed)).replace("{why}", why))
 
 
-def ranks_where(flags: Sequence[object]) -> str:
-    """The ranks whose flag is set, as an error lists them: "0, 2"."""
-    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
-
-
-def in_short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
-def plural(number: int, noun: str) -> str:
-    """A number with its noun, as "1 rank", "1,024 ranks" or "2 micro-batches"."""
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending if number != 1 else ''}"
-
-
-def a(noun: str) -> str:
-    """A noun with its article, as "an int" or "a list"."""
-    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
-
-
-def warn(message: str) -> None:
-    """Warns at the line of the caller's code that led here, however deep in this package the warning comes from."""
-    frame, level = inspect.currentframe(), 1  # deleted below: a frame that holds itself lives on, with its callers
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, level = frame.f_back, level + 1
-    del frame
-    warnings.warn(message, stacklevel=level)
-
-
-class Once:
-    """Warns once for each key: on rank 0, or on each rank about what it alone sees, such as its data."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.keys: set[str] = set()
-
-    def __call__(self, key: str, message: str, *, on_each_rank: bool = False) -> None:
-        is_new = key not in self.keys
-        self.keys.add(key)
-        if is_new and (on_each_rank or self._rank == 0):
-            warn(message)
-
-
-# Shares and cuts
-
 Reduction = Literal["mean", "sum", "sum_to_mean"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+Schedule = int | Callable[[int], int]  # a ramp is called with the update's index
 
 
 def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:
@@ -139,14 +91,6 @@ def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = N
 def as_int_if_whole(number: float) -> float:
     """`number` as an int if it is whole, so that a count prints without a decimal point."""
     return int(number) if number == int(number) else number
-
-
-def shorten(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-Schedule = int | Callable[[int], int]  # a ramp is called with the update's index
 
 
 class RankReport(NamedTuple):

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, final
 
+from .batch import Batch, Columns, WouldWait, refuse_to_wait
 from .batches import Batches, LocalPart, cut_up
-from .cutting import Batch, Columns, WouldWait, refuse_to_wait
 from .job import Job
 from .law import Reports, all_or_none, steps_for, whole_number
 from .planning import Planner, local_part

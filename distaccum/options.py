@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch.utils.data import Dataset, IterableDataset
 
-from .cutting import Columns, Count, Names, count_samples, is_array
+from .batch import Columns, Count, Names, count_samples, is_array
 from .engines import Sync
-from .law import REDUCTIONS, Reduction, Schedule, a, whole_number
+from .law import REDUCTIONS, Reduction, Schedule, whole_number
+from .text import a
 
 if TYPE_CHECKING:
     from .doors import ByCost

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from .agreement import compare
+from .batch import Count, WouldWait, count_samples, fresh, refuse_to_wait
 from .batches import Batches, DrawFn, LocalPart, Pace
 from .batchnorm import warn_of_batchnorm
-from .cutting import Count, WouldWait, count_samples, fresh, refuse_to_wait
 from .doors import is_there, opened
 from .guard import OPEN, OVER, Stage, refuse_copy, tell_count
 from .job import LOOP, Counts, Job, Micro, RunMode, Start
-from .law import DistaccumError, Plan, RankReport, Reports, all_or_none, in_short
+from .law import DistaccumError, Plan, RankReport, Reports, all_or_none
 from .private import step_hooks_of
 from .reader import Reader
+from .text import in_short
 from .window import SUM, Window
 
 PLAIN = frozenset((int, float))

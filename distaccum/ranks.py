@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .law import NUM_LARGEST, DistaccumError, LostRanksError, RankReport, Reports, in_short, refuse_to_differ
+from .law import NUM_LARGEST, DistaccumError, LostRanksError, RankReport, Reports, refuse_to_differ
 from .private import new_group, timeout_of
+from .text import in_short
 
 # Errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")

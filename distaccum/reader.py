@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .cutting import tensors_in
+from .batch import tensors_in
 from .law import DistaccumError
 from .private import own_version_of
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .accumulator import Accumulator
-from .cutting import tensors_in
-from .law import all_or_none, in_short
+from .batch import tensors_in
+from .law import all_or_none
+from .text import in_short
 
 SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine")
 

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
+from .batch import Batch, fresh
 from .batches import LocalPart, Pace
-from .cutting import Batch, fresh
 from .doors import opened
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start, Tamper
-from .law import DistaccumError, Plan, Reduction, plural
+from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, stamp_of_scale, unscale
+from .text import plural
 from .update import Update
 
 Item = TypeVar("Item")

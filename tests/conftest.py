@@ -13,7 +13,7 @@ from tests.support.ranks import Ranks
 # --quick runs the tests of these files that are not marked slow, and all doctests.
 QUICK = (
     "house/suite house/architecture docs/reference core/leaving core/law core/waits grids/engines core/window "
-    "core/misuses core/state core/loaders core/cutting runs/update engines/ddp engines/ddp_forms runs/heads "
+    "core/misuses core/state core/loaders core/batch runs/update engines/ddp engines/ddp_forms runs/heads "
     "engines/fsdp2 wrappers/deepspeed wrappers/accelerate core/scaling extensions/wide_sums core/limits"
 )
 # With several workers the slowest files come first, so that no worker starts one at the end.

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..extension import Extension
 from ..job import Job
-from ..law import DistaccumError, shorten
+from ..law import DistaccumError
 from ..norms import local, names_of, widest
 from ..ranks import in_contact
+from ..text import shorten
 from ..update import Update
 from ..window import Window
 from .private import Source, sources_of

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..law import shorten
+from ..text import shorten
 from .receipt import NUM, explain
 
 Seen = Sequence[dict[str, Any]]  # by rank

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ..law import plural, shorten, whole_number
+from ..law import whole_number
+from ..text import plural, shorten
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..law import plural
+from ..text import plural
 from .criterions import BY_CLASS
 from .parts import BOUND, Criterion, Part, Run, Steps, are_equal, ends, is_equal
 from .reckoning import Fault, Verdict

@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..adapter import Prepared
 from ..doors import opened
-from ..law import DistaccumError, Plan, shorten
+from ..law import DistaccumError, Plan
 from ..norms import names_of
 from ..private import version_of, zero_all
 from ..ranks import in_contact
+from ..text import shorten
 from .averaging import average, averaged
 from .base import GRAD, Engine, Roots, Sync, refuse_to_look, why_tensor_parallel
 from .private import ddp as private

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..doors import opened
-from ..law import DistaccumError, Plan, shorten, warn
+from ..law import DistaccumError, Plan
 from ..norms import HALF, unique
 from ..ranks import own_group
+from ..text import shorten, warn
 from .averaging import average, averaged, largest
 from .base import GRAD, Engine, Sync, refuse_left_out_terms, sparse_embeddings, why_tensor_parallel
 from .private import fsdp2 as private

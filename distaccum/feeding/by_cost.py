@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from ..cutting import Count, Names, cut_batch, map_tensors, pick_rows
-from ..law import Once, whole_number
+from ..batch import Count, Names, cut_batch, map_tensors, pick_rows
+from ..law import whole_number
+from ..text import Once
 
 # Maps a batch to one number, or to one for each row.
 Cost = Count | Callable[[Any], Sequence[float]]

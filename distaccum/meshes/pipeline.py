@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cutting import count_samples, cut_batch
+from ..batch import count_samples, cut_batch
 from ..engines.base import Engine
 from ..law import DistaccumError
 from . import private

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from ..cutting import TokenCount, refuse_to_wait, tensors_in
+from ..batch import TokenCount, refuse_to_wait, tensors_in
 from ..engines.base import Engine
 from ..law import DistaccumError, RankReport, Reports
 from ..ranks import Peers, Value, own_group

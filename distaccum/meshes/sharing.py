@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from ..engines.averaging import settle_placements
 from ..engines.base import Engine, Sync, why_tensor_parallel
 from ..engines.private import fsdp2
-from ..law import Plan, shorten, warn
+from ..law import Plan
 from ..norms import names_of
 from ..ranks import own_group
+from ..text import shorten, warn
 from .private import root_of
 from .ranks import MeshPeers
 

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..batch import Batch, Columns, fresh
 from ..batches import cut_up
-from ..cutting import Batch, Columns, fresh
 from ..job import Job, RunMode
-from ..law import DistaccumError, in_short, ranks_where
+from ..law import DistaccumError
 from ..losses import refuse_loss
 from ..norms import HALF
 from ..planning import Planner
 from ..ranks import Peers, in_contact
 from ..state.randomness import random_devices, random_state, set_random_state, set_seed
+from ..text import in_short, ranks_where
 from ..update import Update
 from ..window import Window
 from .memory import PROOFS, is_out_of_memory

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batch import each_entry, is_list, tensors_in
 from ..batches import Batches
-from ..cutting import each_entry, is_list, tensors_in
 from ..job import Job
 from ..law import DistaccumError, whole_number
 

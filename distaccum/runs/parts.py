@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..cutting import map_tensors
+from ..batch import map_tensors
 from ..guard import WAITING, refuse_missing_backward
 from ..job import Job
 from ..law import DistaccumError

@@ -9,14 +9,15 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ..batch import Batch, Columns
 from ..batches import DrawFn, cut_up
-from ..cutting import Batch, Columns
 from ..engines import Engine
 from ..extension import Extension, hooks_of
 from ..guard import NonfiniteError, Stage
 from ..job import LOOP, RunMode
-from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
+from ..law import DistaccumError, LostRanksError, all_or_none
 from ..planning import Planner
+from ..text import in_short, ranks_where
 from ..update import Update
 from ..window import Window
 from .memory import fit_of, free, is_out_of_memory, measure

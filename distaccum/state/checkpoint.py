@@ -15,9 +15,10 @@ import torch.distributed as dist
 from ..extension import KEYS
 from ..guard import OPEN
 from ..job import Job
-from ..law import DistaccumError, in_short, warn, whole_number
+from ..law import DistaccumError, whole_number
 from ..planning import Planner
 from ..runs.memory import fit_of
+from ..text import in_short, warn
 
 Part = dict[str, Any]
 NOTHING: Part = {"random": None, "is_between": True, "loaders": []}

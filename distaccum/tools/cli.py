@@ -26,7 +26,7 @@ from ..law import REDUCTIONS, whole_number
 from .plan import plan
 
 if TYPE_CHECKING:
-    from ..cutting import Count
+    from ..batch import Count
 
 CHECK = """
 examples:
@@ -133,7 +133,7 @@ def _check(given: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from ..accumulator import Accumulator
-    from ..cutting import Columns
+    from ..batch import Columns
 
     columns = {name: options.pop(name) for name in ("length", "whole") if name in options}
     of_factory: dict[str, Any] = {name: options.pop(name) for name in ("steps", "micro_batch_size") if name in options}
@@ -197,7 +197,7 @@ def _count(text: str) -> Count:
     match = re.fullmatch(r"samples|tokens:([^:]+)(:shift)?", text)
     if match is None:
         raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
-    from ..cutting import count_samples, count_tokens
+    from ..batch import count_samples, count_tokens
 
     if text == "samples":
         return count_samples

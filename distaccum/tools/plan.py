@@ -9,7 +9,8 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
-from ..law import REDUCTIONS, Reduction, cut_evenly, plural, steps_for
+from ..law import REDUCTIONS, Reduction, cut_evenly, steps_for
+from ..text import plural
 from .terminal import bytes_text, fitted
 
 Optimizer = Literal["sgd", "momentum", "adam"]

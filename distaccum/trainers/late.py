@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cutting import Count
+from ..batch import Count
 from ..law import DistaccumError, Reduction, as_int_if_whole, share_of
 from ..norms import HALF, multiply, unique, widest
 from ..options import by_name

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cutting import Count
+from ..batch import Count
 from ..law import DistaccumError, Reduction
 from ..private import replaced
 from ..update import Update

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.loss import loss_utils
 from transformers.trainer_utils import has_length
 
-from ..cutting import Count
+from ..batch import Count
 from ..engines.private.ddp import before_sink
 from ..law import DistaccumError, Reduction
 from ..private import replaced

@@ -22,8 +22,9 @@ from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch import Tensor
 
 from ..adapter import Adapter, Prepared, RunBackward
-from ..law import DistaccumError, warn
+from ..law import DistaccumError
 from ..private import replaced
+from ..text import warn
 from .private.accelerate import NOWHERE, note_step
 
 

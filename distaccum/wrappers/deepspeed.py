@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from ..adapter import Prepared
 from ..engines.base import OVERFLOW, Engine, Gradient, Groups, Sync, refuse_left_out_terms, sparse_embeddings
-from ..law import DistaccumError, Plan, ranks_where, shorten, warn
+from ..law import DistaccumError, Plan
 from ..private import replaced
+from ..text import ranks_where, shorten, warn
 from .private import deepspeed as private
 
 # How backwards are kept from reducing.

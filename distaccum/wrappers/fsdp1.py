@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..adapter import Prepared
 from ..engines.averaging import average, averaged
 from ..engines.base import Engine, Gradient, Groups, Sync, refuse_left_out_terms, refuse_to_look
-from ..law import Plan, shorten, warn
+from ..law import Plan
 from ..norms import HALF, names_of
+from ..text import shorten, warn
 from .private import fsdp1 as private
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from ...batch import cut_batch, tensors_in
 from ...batchnorm import KINDS
-from ...cutting import cut_batch, tensors_in
-from ...law import as_int_if_whole, shorten
+from ...law import as_int_if_whole
+from ...text import shorten
 from .comparison import Comparison, uneven_sizes, weighted_sum
 
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout

@@ -15,14 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ... import cutting
+from ...batch import (
+    Columns,
+    KeyPath,
+    Names,
+    count_samples,
+    cut_batch,
+    cut_entries,
+    entries_of,
+    fresh,
+    goes_whole,
+    is_array,
+    is_list,
+    map_tensors,
+    rebuilt,
+)
 from ...batches import Batches, DrawFn, cut_up
 from ...batchnorm import KINDS
-from ...cutting import Columns, KeyPath, Names, count_samples, cut_batch, fresh, map_tensors
 from ...job import RunMode
-from ...law import DistaccumError, all_or_none, in_short
+from ...law import DistaccumError, all_or_none
 from ...norms import local
 from ...planning import Planner
+from ...text import in_short
 from ..snapshot import Snapshot
 from ..update import LossFn, run_all
 
@@ -220,20 +234,20 @@ class Comparison:
 
 def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = ()) -> Any:
     """One batch of all samples; cutting it at `lengths` gives the batches again."""
-    cuts = [cutting.cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
+    cuts = [cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
 
     def join(parts: Sequence[Any], path: KeyPath) -> Any:
         first, are_cut = parts[0], [cut.get(path) for cut in cuts]
-        if cutting.is_array(first) and all(are_cut):
+        if is_array(first) and all(are_cut):
             return torch.cat([torch.as_tensor(part, device="cpu") for part in parts])
         # On a rank with one sample, the list may have been taken for columns.
-        are_lists = cutting.is_list(first) and any(are_cut)
+        are_lists = is_list(first) and any(are_cut)
         if are_lists and all(len(part) == length for part, length in zip(parts, lengths, strict=True)):
             return type(first)(itertools.chain.from_iterable(parts))
-        if False in are_cut or cutting.goes_whole(path, whole):
+        if False in are_cut or goes_whole(path, whole):
             return first
-        by_key = [cutting.entries_of(part) for part in parts]
-        return cutting.rebuilt(first, lambda _, key: join([entries[key] for entries in by_key], (*path, key)))
+        by_key = [entries_of(part) for part in parts]
+        return rebuilt(first, lambda _, key: join([entries[key] for entries in by_key], (*path, key)))
 
     return join(batches, ())
 

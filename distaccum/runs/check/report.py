@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...cutting import Columns
+from ...batch import Columns
 from ...extension import hooks_of
 from ...law import DistaccumError
 from ...norms import names_of
