@@ -11,13 +11,16 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar  # torch needs it too
+from typing_extensions import TypeVar
 
-Batch = TypeVar("Batch", default=Any)  # the caller's: a micro-batch, or a batch to cut
-Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
-Names = Collection[str | int]  # of entries: keys and fields at any depth, positions in the batch itself
-KeyPath = tuple[Any, ...]  # of an entry: the keys that lead to it
-Entry = tuple[KeyPath, Any, set[int]]  # an array or a list with the numbers of samples that it may hold
+# A batch is the caller's, and a count maps it to a number or a tensor of one. Names are of entries: keys and fields at
+# any depth, positions in the batch itself. An entry is an array or a list, after the keys that lead to it and before
+# the numbers of samples that it may hold.
+Batch = TypeVar("Batch", default=Any)
+Count = Callable[[Any], Any]
+Names = Collection[str | int]
+KeyPath = tuple[Any, ...]
+Entry = tuple[KeyPath, Any, set[int]]
 
 
 def count_samples(batch: Any, whole: Names = ()) -> int:
@@ -68,9 +71,6 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
         "split(batch, length=n), which cuts the entries of that length, or whole=('name',) for what is never cut; to "
         "count it, give the Accumulator count=, a function such as lambda batch: len(batch['labels'])"
     )
-
-
-# What a batch consists of
 
 
 def entries_of(item: Any) -> dict[Any, Any]:
@@ -168,7 +168,8 @@ def _lengths_of(items: Sequence[Any], length: int | None, *, is_batch: bool) -> 
     each = [_first_dimensions(item) for item in items if item is not None]
     may_be_columns = each and all(len(own) <= 1 and None not in own for own in each)
     columns = (set().union(*each) or {1}) if may_be_columns else set()
-    is_pair = is_batch and len(columns) == 1 and all(map(is_array, items))  # as (images, labels)
+    # A batch such as (images, labels) is of columns.
+    is_pair = is_batch and len(columns) == 1 and all(map(is_array, items))
     if length is None:
         return set() if is_pair else {len(items), *columns} if is_batch or len(columns) == 1 else {len(items)}
     if len(items) == length > 1 and columns == {length} and not is_pair:
@@ -207,9 +208,6 @@ def _nature(item: Any) -> Any:
     return None if item is None else type(item) if entries_of(item) else "value"
 
 
-# Counts
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
     """Counts labels; made by `count_tokens`."""
@@ -217,7 +215,8 @@ class TokenCount:
     labels: str | int
     ignore_index: int
     shift: bool
-    unit = "tokens"  # the name of an unnamed loss
+    # The name of an unnamed loss.
+    unit = "tokens"
 
     def __call__(self, batch: Any) -> Tensor:
         return self._kept(batch).sum()
@@ -228,7 +227,8 @@ class TokenCount:
 
     def _kept(self, batch: Any) -> Tensor:
         try:
-            labels = None if isinstance(batch, Tensor) else batch[self.labels]  # tensor[i] is a row
+            # Of a tensor this would be a row.
+            labels = None if isinstance(batch, Tensor) else batch[self.labels]
         except (TypeError, KeyError, IndexError):
             labels = getattr(batch, str(self.labels), None)
         if not isinstance(labels, Tensor):
@@ -255,9 +255,6 @@ def count_tokens(labels: str | int = "labels", *, ignore_index: int = -100, shif
         (3, 1)
     """
     return TokenCount(labels, ignore_index, shift)
-
-
-# Cuts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,8 +307,11 @@ def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: N
             return rebuilt(item, lambda child, key: pick(child, rows, (*path, key)))
         if path not in cut:
             return item
-        if not rows or rows[-1] - rows[0] + 1 == len(rows):  # neighbours, since rows are in order
-            return item[rows[0] : rows[-1] + 1] if rows else item[:0]
+        if not rows:
+            return item[:0]
+        # Rows are in order, so these are neighbours.
+        if rows[-1] - rows[0] + 1 == len(rows):
+            return item[rows[0] : rows[-1] + 1]
         return item[list(rows)] if is_array(item) else type(item)(item[row] for row in rows)
 
     for rows in groups:

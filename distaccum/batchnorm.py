@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -28,6 +29,17 @@ def warn_of_batchnorm(layers: Sequence[tuple[str, Any]], once: Once) -> None:
             "the big batch; freeze them (distaccum.batchnorm.freeze), use GroupNorm (to_groupnorm, there) or "
             "LayerNorm, or accept it with batchnorm='ignore'",
         )
+
+
+@contextmanager
+def untouched_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Restores running statistics after a stand-in, which updated them when it first ran."""
+    statistics = [(b, b.clone()) for layer in layers if layer.training for b in layer.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for buffer, value in statistics:
+            buffer.copy_(value)
 
 
 def freeze(model: nn.Module) -> list[str]:

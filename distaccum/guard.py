@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .batch import count_samples, entries_of, is_array
 from .engines.base import OVERFLOW, Engine, total_norm
+from .job import Counts, Job
 from .law import DistaccumError
 from .losses import Losses, Record
 from .norms import local, names_of
@@ -41,7 +41,26 @@ OVER = Stage.STEPPED, Stage.LEFT
 DONE, WAITING, FAILED = range(3)
 
 
-def refuse_backward(window: Any) -> NoReturn:
+class AnyWindow(Protocol):
+    """A `Window`, as guards see it from below."""
+
+    stage: Stage
+    turn: int
+    micro_step: int
+    has_more_parts: bool
+    counts: dict[str, float]
+    counts_here: Counts
+    losses: Losses
+    parameters: Sequence[nn.Parameter]
+
+    def where(self) -> str: ...
+
+    def describe(self) -> str: ...
+
+    def discard(self) -> None: ...
+
+
+def refuse_backward(window: AnyWindow) -> NoReturn:
     """Raises, because no micro-batch is waiting for a backward."""
     if window.stage is not Stage.RUNNING:
         raise DistaccumError(
@@ -58,7 +77,7 @@ def refuse_backward(window: Any) -> NoReturn:
     )
 
 
-def refuse_freed_graph(window: Any, error: RuntimeError) -> None:
+def refuse_freed_graph(window: AnyWindow, error: RuntimeError) -> None:
     """Raises if a backward failed because an earlier one had freed its graph."""
     if "backward through the graph a second time" in str(error):
         raise DistaccumError(
@@ -67,7 +86,7 @@ def refuse_freed_graph(window: Any, error: RuntimeError) -> None:
         ) from error
 
 
-def give_up(window: Any, what: str) -> NoReturn:
+def give_up(window: AnyWindow, what: str) -> NoReturn:
     """Discards the window, and says why."""
     window.discard()
     raise DistaccumError(
@@ -76,7 +95,7 @@ def give_up(window: Any, what: str) -> NoReturn:
     )
 
 
-def refuse_unfinished(window: Any) -> None:
+def refuse_unfinished(window: AnyWindow) -> None:
     """Raises if the current micro-batch lacks a backward, a part or a named loss."""
     if window.stage is Stage.LEFT:
         raise DistaccumError(f"this window is {window.describe()}")
@@ -90,7 +109,7 @@ def refuse_unfinished(window: Any) -> None:
         )
 
 
-def refuse_missing_backward(window: Any, what: str) -> None:
+def refuse_missing_backward(window: AnyWindow, what: str) -> None:
     """Raises if the current micro-batch or part, named `what`, had no backward."""
     if window.turn != DONE:
         is_first = window.micro_step == 0
@@ -101,7 +120,7 @@ def refuse_missing_backward(window: Any, what: str) -> None:
         )
 
 
-def refuse_copy(window: Any) -> None:
+def refuse_copy(window: AnyWindow) -> None:
     """Raises if the window is not over."""
     if window.stage not in OVER:
         raise DistaccumError(
@@ -145,9 +164,9 @@ def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
         )
 
 
-def refuse_untrained(window: Any, job: Any) -> None:
+def refuse_untrained(window: AnyWindow, job: Job) -> None:
     """Raises if an optimizer has nothing to step, or if a parameter was replaced since the Accumulator was made."""
-    engine: Engine = job.engine
+    engine = job.engine
     if "step" in engine.owns or engine.pipeline is not None:
         return
     known = window.parameters if job.optimizers or engine.peers.group is None else job.groups[0]
@@ -179,22 +198,11 @@ def refuse_untrained(window: Any, job: Any) -> None:
     raise DistaccumError(f"{what} in a window of {window.counts}, and nothing was stepped: {cause}")
 
 
-@contextmanager
-def untouched_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores running statistics after a stand-in, which updated them when it first ran."""
-    statistics = [(b, b.clone()) for layer in layers if layer.training for b in layer.buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        for buffer, value in statistics:
-            buffer.copy_(value)
-
-
 class NonfiniteError(DistaccumError):
     """A non-finite gradient or loss: the window was given up, and nothing was stepped."""
 
 
-def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
+def judge(window: AnyWindow, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
     """Finds why `what` is not finite, reading every gradient; raises on all ranks, or returns it as a skip's reason."""
     names = names_of(engine.models)
     named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(window.parameters)]
@@ -232,7 +240,7 @@ def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) 
     return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
 
 
-def explain_skip(window: Any, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:
+def explain_skip(window: AnyWindow, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:
     """Finds why a gradient was skipped; raises on all ranks, or returns the reason in full."""
     if reason is not OVERFLOW:
         return judge(window, engine, "gradient", on_nonfinite)

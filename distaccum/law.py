@@ -33,7 +33,8 @@ def all_or_none(failed: Sequence[object], error: Exception | None, message: str)
         try:
             raise error
         finally:
-            del error  # otherwise its traceback would keep itself alive
+            # Otherwise its traceback would keep itself alive.
+            del error
     if any(failed):
         why = "; ".join(dict.fromkeys(str(one) for one in failed if one))
         raise DistaccumError(message.replace("{ranks}", ranks_where(failed)).replace("{why}", why))
@@ -59,9 +60,10 @@ def share_of(reduction: Reduction, count: float, total: float, divisor: float) -
 
 def whole_number(name: str, value: Any, cure: str = "", least: int = 1) -> int:
     """`value` as an int of at least `least`, or an error that says what it was."""
+    # A number that is not whole has no index, and a tensor may have none.
     try:
         number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # not whole, as a tensor may be
+    except TypeError:
         number = None
     if number is None or number < least:
         kind = TypeError if number is None else ValueError

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import guard
 from .batch import Batch, fresh
 from .batches import LocalPart, Pace
+from .batchnorm import untouched_statistics
 from .doors import opened
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
@@ -128,7 +129,7 @@ class Window(Generic[Batch]):
                     assert self.substitute is not None  # ensured by engine.check()
                     self.at_work, self.counts_here = None, self.substitute.counts
                     self._engine.stand_in()
-                    with guard.untouched_statistics([module for _, module in self._job.batchnorms]):
+                    with untouched_statistics([module for _, module in self._job.batchnorms]):
                         yield fresh(self.substitute.batch)
                 else:
                     self.at_work = self.micros[micro_step]
