@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distaccum.doors import DOORS
+
 ROOT = Path(__file__).parents[2]
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
@@ -132,6 +134,15 @@ def ways_out(source: Source) -> Counter[str]:
         named |= {name for name in imports(path, source[path]) if name.split(".")[0] in rooms.split("|")}
         ways.update(f"{path} names {name}" for name in named)
     return ways
+
+
+def dead_doors(source: Source, doors: Mapping[str, str]) -> Counter[str]:
+    """Doors behind which there is no such class or function."""
+    dead: Counter[str] = Counter()
+    for name, module in doors.items():
+        text = source.get(f"{module.replace('.', '/')}.py", "")
+        dead[name] += name not in {node.name for node in ast.parse(text).body if isinstance(node, Definition)}
+    return +dead
 
 
 # 2. Sizes
@@ -326,6 +337,7 @@ def breaches() -> dict[str, Counter[str]]:
     return {
         "upward imports": upward_imports(library),
         "ways out of the core": ways_out(library),
+        "dead doors": dead_doors(library, DOORS),
         "modules in a circle": circles(library),
         "too large": sizes(library),
         "private names of ours": ours,
@@ -358,6 +370,10 @@ def test_rules_can_fail():
         "window.py names runs.update.update": 1,
         "window.py names distaccum.tools.cli:main": 1,
         "window.py names .runs.parts": 1,
+    }
+    assert dead_doors({"runs/a.py": "def f(): pass\n"}, {"f": "runs.a", "g": "runs.a", "h": "runs.b"}) == {
+        "g": 1,
+        "h": 1,
     }
     wide = f"def wide({', '.join('abcdefghi')}):\n    pass\n"
     assert sizes({"a.py": wide}) == {"a.py wide()": 9}
