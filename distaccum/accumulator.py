@@ -32,10 +32,9 @@ from .extension import Extension, join_all
 from .guard import refuse_copy_of_ranks
 from .job import Job
 from .law import Reduction, Schedule
-from .loader import Windows
+from .loader import Windows, all_of
 from .options import BatchNorm, Config, OnNonfinite, by_name, function, refuse_as_loader, suggesting
 from .planning import Planner
-from .reader import all_of
 from .text import plural
 from .update import Update
 from .window import Window

@@ -122,6 +122,7 @@ class Job(Prepared):
         self.fit: Any = None  # what update() learned about sizes (runs/memory.py)
         self.seen: Seen = {}  # which entries of batches were cut, and which went whole
         self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite
+        self.tamper = Tamper(self)
 
     def schedules_due(self) -> list[Any]:
         """The schedules to step; warns if one has moved since the last update, according to `epochs`."""
@@ -243,21 +244,21 @@ class Tamper:
 
     def __init__(self, job: Job) -> None:
         self._job, self._engine = job, job.engine
-        self._own = job.groups[0] if len(job.groups) == 1 else [one for group in job.groups for one in group]
-        self._holders: Sequence[Any] = ()  # whose gradients were looked at
-        self._seen: list[Tensor | None] = []  # their gradients
+        # The leaves whose gradients were looked at, these, and how often each was written to.
+        self._holders: Sequence[Any] = ()
+        self._seen: list[Tensor | None] = []
         self._versions: list[int] = []
 
     def look(self) -> None:
         """Remembers what gradients look like after a backward."""
-        holders: Sequence[Any] = self._engine.grad_leaves(self._own)
+        holders: Sequence[Any] = self._engine.grad_leaves(self._job.trained or self._job.groups[0])
         self._holders, self._seen = holders, list(map(GRAD, holders))
         self._versions = _versions_of(self._seen)
 
     def differs(self) -> bool:
         """Returns whether a gradient was set, removed or written to; forgets what it saw, so that it can be freed."""
         holders, seen, versions = self._holders, self._seen, self._versions
-        self._holders, self._seen = (), []
+        self.clear()
         scaler = self._job.scaler
         if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # a write that no version counts
             return True
@@ -272,7 +273,8 @@ class Tamper:
         )
 
     def clear(self) -> None:
-        self._holders, self._seen = (), []
+        """Forgets what it saw."""
+        self._holders, self._seen, self._versions = (), [], []
 
 
 def _versions_of(gradients: Sequence[Any]) -> list[int]:

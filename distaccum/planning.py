@@ -22,7 +22,6 @@ from .guard import OPEN, OVER, Stage, refuse_copy, tell_count
 from .job import LOOP, Counts, Job, Micro, RunMode, Start
 from .law import DistaccumError, Plan, RankReport, Reports, all_or_none
 from .private import step_hooks_of
-from .reader import Reader
 from .text import in_short
 from .window import SUM, Window
 
@@ -43,7 +42,7 @@ class Planner:
         self.job = job
         self._window: weakref.ref[Window] | None = None
         self.places: Any = opened("Places")(job) if is_there("Places") else None
-        self.left: list[Reader] = []
+        self.left: list[Any] = []
         _guard_steps(self)
 
     @property

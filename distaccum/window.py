@@ -17,7 +17,7 @@ from .batchnorm import untouched_statistics
 from .doors import opened
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
-from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start, Tamper
+from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .ranks import raise_if_lost
@@ -75,7 +75,7 @@ class Window(Generic[Batch]):
         self._is_heard = False  # extensions were told of its beginning, but not of its end
         self._is_first = True  # no backward has ended yet
         self._has_stepped = False  # the weights have moved
-        self._tamper = Tamper(job)
+        self._tamper = job.tamper
         self._stamp: object = None  # identifies the scaler's scale, which all seeds have
         self._final: list[Sequence[nn.Parameter]] = []  # by optimizer, where any had a gradient after the loop
         self._started = time.perf_counter()
@@ -402,6 +402,7 @@ class Window(Generic[Batch]):
         if self.stage is not Stage.PLANNED:
             self._engine.clear(self.parameters)
             forget(self._job.scaler, self._job.optimizers)
+            self._tamper.clear()
         self._close(Stage.LEFT)  # last, so that a discard broken off by Ctrl-C is done again
         self._end(None)
 
@@ -411,7 +412,6 @@ class Window(Generic[Batch]):
             self._engine.clear(self.parameters)
         self.micros, self.substitute, self.at_work, self._start.may_be_stepped = [], None, None, False
         self.losses.clear()
-        self._tamper.clear()
         self._job.holds_gradients = False
 
     def _end(self, update: Update | None) -> None:

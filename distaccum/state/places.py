@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from ..job import Job
-from ..reader import reference
+from ..loader import reference
 
 # `(state, items yielded since)`. `START` marks a state taken before the first item; it may still be that of an earlier
 # pass at its end. `END` marks a state taken at the end of a pass.

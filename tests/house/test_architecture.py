@@ -22,7 +22,7 @@ FLOORS = (
     "wrappers meshes",
     "options job",
     "agreement losses guard",
-    "batches reader update",
+    "batches update",
     "window",
     "planning extension",
     "loader",
