@@ -122,7 +122,7 @@ class Job(Prepared):
         self.fit: Any = None  # what update() learned about sizes (runs/memory.py)
         self.seen: Seen = {}  # which entries of batches were cut, and which went whole
         self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite
-        self.tamper = Tamper(self)
+        self.tamper = Tamper(self.engine, self.scaler, self.optimizers)
 
     def schedules_due(self) -> list[Any]:
         """The schedules to step; warns if one has moved since the last update, according to `epochs`."""
@@ -242,16 +242,16 @@ class Tamper:
     microsecond. Our own writes cannot be predicted: a backward may skip a parameter, and checkpoints add several times.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._engine = job, job.engine
+    def __init__(self, engine: Engine, scaler: Any, optimizers: Sequence[Any]) -> None:
+        self._engine, self._scaler, self._optimizers = engine, scaler, optimizers
         # The leaves whose gradients were looked at, these, and how often each was written to.
         self._holders: Sequence[Any] = ()
         self._seen: list[Tensor | None] = []
         self._versions: list[int] = []
 
-    def look(self) -> None:
-        """Remembers what gradients look like after a backward."""
-        holders: Sequence[Any] = self._engine.grad_leaves(self._job.trained or self._job.groups[0])
+    def look(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Remembers what gradients of `parameters` look like after a backward."""
+        holders: Sequence[Any] = self._engine.grad_leaves(parameters)
         self._holders, self._seen = holders, list(map(GRAD, holders))
         self._versions = _versions_of(self._seen)
 
@@ -259,8 +259,7 @@ class Tamper:
         """Returns whether a gradient was set, removed or written to; forgets what it saw, so that it can be freed."""
         holders, seen, versions = self._holders, self._seen, self._versions
         self.clear()
-        scaler = self._job.scaler
-        if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # a write that no version counts
+        if self._scaler is not None and has_unscaled(self._scaler, self._optimizers):  # a write that no version counts
             return True
         if all(map(is_same, map(GRAD, holders), seen)):
             return _versions_of(seen) != versions

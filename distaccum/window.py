@@ -71,7 +71,7 @@ class Window(Generic[Batch]):
         self._job, self._engine, self._num_own = job, job.engine, len(part.micros)
         self._hooks = job.hooks if mode.hooks is None else mode.hooks
         self._pace = pace  # draws part of the next window
-        self._start = job.start or Start()
+        self.start = job.start or Start()  # for use inside the library
         self._is_heard = False  # extensions were told of its beginning, but not of its end
         self._is_first = True  # no backward has ended yet
         self._has_stepped = False  # the weights have moved
@@ -142,7 +142,7 @@ class Window(Generic[Batch]):
                 give_up(self, TAMPERED)
             if not self.plan.is_empty:
                 self._finish()
-            self._start.may_be_stepped = not self._job.steps
+            self.start.may_be_stepped = not self._job.steps
             self.stage, self._job.lacks_step = Stage.COMPLETE, not self.plan.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
@@ -224,7 +224,7 @@ class Window(Generic[Batch]):
         for heard in self._hooks["after_backward"]:
             heard(self)
         self.turn, self._is_first = DONE, False
-        self._tamper.look()
+        self._tamper.look(self._job.trained or self.parameters)
         return outputs
 
     def _finish(self) -> None:
@@ -326,7 +326,7 @@ class Window(Generic[Batch]):
                 job.step_schedules(due)
         except BaseException as error:
             if not self._has_stepped:
-                job.index, job.skipped, job.start = self.index, skipped, self._start
+                job.index, job.skipped, job.start = self.index, skipped, self.start
                 self.discard()  # the gradient may be half unscaled or half clipped
                 raise_if_lost(error)
                 raise
@@ -360,7 +360,7 @@ class Window(Generic[Batch]):
         record = Record(self.losses, self.numbers, flags, engine)
         reason = self._judge(gradient, record)
         if reason is None:
-            self.stage, self._start.may_be_stepped = Stage.STEPPING, not job.optimizers
+            self.stage, self.start.may_be_stepped = Stage.STEPPING, not job.optimizers
             reason = engine.step(job.optimizers, gradient, config.max_norm)
             self._has_stepped = reason is None
             if reason is not None:
@@ -410,7 +410,7 @@ class Window(Generic[Batch]):
         self.stage, self.turn, self.stand_in = stage, DONE, False
         if stage is Stage.STEPPED:
             self._engine.clear(self.parameters)
-        self.micros, self.substitute, self.at_work, self._start.may_be_stepped = [], None, None, False
+        self.micros, self.substitute, self.at_work, self.start.may_be_stepped = [], None, None, False
         self.losses.clear()
         self._job.holds_gradients = False
 

@@ -30,7 +30,8 @@ class RandomNumbers(Extension):
     """
 
     def join(self, job: Job) -> None:
-        job.random, self._job = self, job
+        # It does not hold the job, which holds it: the models of a dropped accumulator are freed at once.
+        job.random, self._models, self._once = self, job.models, job.once
         self._devices: list[torch.device] | None = None
         self._numpy = NumpyState()
         self.resume(None, is_between=True)
@@ -51,9 +52,8 @@ class RandomNumbers(Extension):
         self.put_back()
         # They are looked up once: a large model has thousands of tensors.
         if self._devices is None:
-            self._devices = random_devices(self._job.models)
-        assert self._job.start is not None
-        self._job.start.random = random_state(self._devices, self._numpy)
+            self._devices = random_devices(self._models)
+        window.start.random = random_state(self._devices, self._numpy)
 
     def put_back(self) -> None:
         """Sets the random numbers of a loaded state, once."""
@@ -62,15 +62,15 @@ class RandomNumbers(Extension):
 
     def now(self) -> Numbers:
         """The random numbers that a window would have if it began now."""
-        return self._due or random_state(random_devices(self._job.models))
+        return self._due or random_state(random_devices(self._models))
 
     def _set_due(self) -> None:
         due, self._due = self._due, None
         if due is None:
             return
-        devices, saved = list(map(str, random_devices(self._job.models))), due["devices"]
+        devices, saved = list(map(str, random_devices(self._models))), due["devices"]
         if [torch.device(name).type for name in devices] != [torch.device(name).type for name in saved]:
-            self._job.once(
+            self._once(
                 "devices",
                 f"the state has the random numbers of {list(saved) or 'no device'} and this model is on "
                 f"{devices or 'none'}, so those of devices are left out",

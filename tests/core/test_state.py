@@ -1,10 +1,12 @@
 """state_dict() anywhere: a job that is killed begins its window again, bit for bit, on each engine."""
 
 import copy
+import gc
 import io
 import random
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -351,6 +353,18 @@ def test_state_follows_numpys_generator_however_it_is_moved(kind):
             assert drawn[0] == drawn[1]
     finally:
         numpy.random.set_bit_generator(before)
+
+
+def test_model_of_a_dropped_accumulator_is_freed_at_once():
+    model, accumulator = one_weight()
+    run_window(accumulator.window([torch.ones(1, 1)]), model).step()
+    freed = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, accumulator
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 class Rows:
