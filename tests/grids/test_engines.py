@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from distaccum import DistaccumError
 from tests.support.engines import KINDS, LAYOUTS, Run, windows_off
 from tests.support.problems import CASES, sample_loss
 from tests.support.ranks import on_ranks
@@ -96,6 +97,24 @@ def test_abandoned_window_leaves_nothing_behind(name, sync, how):
         fails = False
         if how == "complete":
             window.discard()
+        assert torch.equal(run.weights(), before)
+    assert_next_are_exact(run)
+
+
+CALLS = ("step", "zero_grad")
+ZERO = [(name, "last", call) for name in ("ZeRO 0", "ZeRO 2") if (name, "last") in GRID for call in CALLS]
+
+
+@pytest.mark.parametrize(("name", "sync", "call"), [*in_turn(CALLS, slow=0), *ZERO])
+@on_ranks(world_of)
+def test_step_or_clearing_of_the_caller_in_a_window_is_refused(name, sync, call):
+    run = Run(name, sync=sync)
+    before = run.weights()
+    said = "before the window's own|is stepped in the window" if call == "step" else "cleared or changed in mid-window"
+    owners = [run.model, run.optimizer][: 1 + (call == "step")] if name.startswith("ZeRO") else [run.optimizer]
+    for owner in owners:
+        with pytest.raises(DistaccumError, match=said):
+            run.window(EVEN, 1, also=lambda owner=owner: getattr(owner, call)())
         assert torch.equal(run.weights(), before)
     assert_next_are_exact(run)
 

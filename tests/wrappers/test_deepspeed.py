@@ -228,33 +228,6 @@ def test_check_and_heads_are_refused():
     assert "heads() with DeepSpeed, whose backward takes losses" in said
 
 
-STEPPED, CLEARED = "the DeepSpeed engine is stepped in the window", "gradients were cleared or changed in mid-window"
-CALLS = [
-    ("engine", "step", 0, STEPPED),
-    ("engine", "step", 3, STEPPED),
-    ("optimizer", "step", 0, STEPPED),
-    ("optimizer", "step", 2, STEPPED),
-    *(("engine", "zero_grad", stage, CLEARED) for stage in ((0, 1, 3) if COALESCES else (0, 1))),
-]
-
-
-@pytest.mark.parametrize(("owner", "call", "stage", "message"), CALLS)
-@on_ranks(2)
-def test_step_or_zero_grad_of_the_caller_in_a_window_is_refused(owner, call, stage, message):
-    engine, optimizer, _ = initialize(stage)
-    accumulator, start = Accumulator(engine), zero_weights(engine)
-    window = accumulator.window(own(EVEN, 0, F32))
-
-    def loop() -> None:
-        for batch in window:
-            window.backward(loss_of(engine, batch))
-            getattr(engine if owner == "engine" else optimizer, call)()
-
-    assert message in refused(loop)
-    assert torch.equal(zero_weights(engine), start), "a weight changed"
-    assert off(engine, accumulator, EVEN, 1) <= 1e-5
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_part_without_a_count_is_left_out_below_stage_3_and_there_refused(stage):
