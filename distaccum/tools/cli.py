@@ -208,14 +208,14 @@ def _add_plan(commands: Any) -> None:
     about = "work out what fits, and steps, cut, bytes and learning rate of a run before it starts"
     parser = _command(commands, "plan", _plan, about, PLAN)
     # The options are the function's arguments, in its own words.
-    for name, meaning in re.findall(r"^ +(\w+): (.*)$", str(plan.__doc__).replace("`", ""), re.MULTILINE):
+    meanings = dict(re.findall(r"^ +(\w+): (.*)$", str(plan.__doc__).replace("`", ""), re.MULTILINE))
+    for name in inspect.signature(plan).parameters:
         option, kind = f"--{name.replace('_', '-')}", float if name == "lr" else str
-        parser.add_argument(option, type=kind, metavar="VALUE", help=meaning)
+        parser.add_argument(option, type=kind, metavar="VALUE", help=meanings.get(name))
 
 
 def _plan(given: argparse.Namespace) -> int:
-    options = _given(given, *inspect.signature(plan).parameters)
-    forecast = plan(**options)
+    forecast = plan(**_given(given, *inspect.signature(plan).parameters))
     print(json.dumps(forecast.as_dict(), indent=2) if given.json else forecast)
     return 0
 
