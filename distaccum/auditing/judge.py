@@ -181,21 +181,23 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
         when = {key: i for key, i in reversed(gone) if key[1]}
         lengths = {*map(len, used)}
         parts = {key: i for key, i in when.items() if not key[2] and groups[key] not in lengths}
-        # Otherwise it is now and then, as for a loss that is not finite, or before the first update
-        is_often = 2 * len({*when.values()}) > len(used) or (len(parts) > 1 and _are_multiples(sorted(parts.values())))
+        # Otherwise it is now and then, as for a loss that is not finite, or before the first update.
+        is_often, at_epochs = 2 * len({*when.values()}) > len(used), _are_multiples(sorted(parts.values()))
+        left = [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]
+        left = left * one["ended"]  # not by an error or Ctrl-C
         by_line: dict[tuple[str, bool], int] = defaultdict(int)
         for (_, line, ended), num in groups.items():
-            if is_often or (ended and num != max(lengths)):
-                by_line[line, ended] += num
+            if is_often or at_epochs or (ended and num != max(lengths)):
+                by_line[line, ended or not is_often] += num
         for (line, ended), num in by_line.items():
             if (line, False) not in by_line:
-                text = f"clears {plural(num, 'micro-batch')} at an epoch's end before any step{_share(num, every)}"
-                faults.append(Fault("tail", line, text, TAIL))
+                text = f"clears {plural(num, 'micro-batch')} at an epoch's end before any step"
+                text += f", and no step follows the run's last {len(left)}" * bool(left)
+                faults.append(Fault("tail", line, f"{text}{_share(num + len(left), every)}", TAIL))
             elif not ended:
                 text = f"clears {num + by_line.get((line, True), 0)} backwards before any step"
                 faults.append(Fault("cleared", line, text, "clear gradients after the step alone"))
-        left = [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]
-        if left and one["ended"]:  # not by an error or Ctrl-C
+        if left:
             text = f"no step follows the run's last {plural(len(left), 'micro-batch')}{_share(len(left), every)}"
             faults.append(Fault("run's tail", left[-1], text, TAIL))
     return faults
@@ -207,7 +209,7 @@ def _share(num: int, backwards: Sequence[Sequence[Any]]) -> str:
 
 def _are_multiples(indices: Sequence[int]) -> bool:
     """True if epochs of equal length begin at these updates."""
-    return indices[0] > 0 and all(one == (i + 1) * indices[0] for i, one in enumerate(indices))
+    return len(indices) > 1 and indices[0] > 0 and all(one == (i + 1) * indices[0] for i, one in enumerate(indices))
 
 
 def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:

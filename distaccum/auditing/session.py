@@ -96,7 +96,7 @@ class Audit:
             names = shorten([watch.ledger.names.get(i, f"parameter {i}") for i in sorted(watch.ledger.unseen)])
             self.unjudged.append(f"receipts of {names}, whose gradient is sparse, or has too long rows")
         self.notes += watch.notes
-        if self.judged and not (any(self.judged.values()) or self.findings or self.unjudged):
+        if self.updates and self.judged and not (any(self.judged.values()) or self.findings or self.unjudged):
             self.unjudged.append("weights and receipts, since ranks do not step alike")
         self.status = 1 if self.findings else 3 if self.unjudged else 0
         if not (self.judged and self.updates):

@@ -142,8 +142,9 @@ def _judge_unused(criterion: Criterion, verdict: Verdict) -> None:
 def _lines(criterion: Criterion, index: int | None = None) -> str:
     """The other lines that belong to a finding: of the division, of the backward, and of the same criterion."""
     part = criterion.parts[0] if index is None else criterion.updates[index][-1]
-    path = next((part.path for part in [part, *criterion.parts] if part.path), ())
-    divisions = {line: None for how, value, line in path if how == "div" and line and value != 1}
+    # Only of the first updates is it known where a number divides.
+    paths = [each.path for each in [part, *criterion.parts] if each.path and any(line for *_, line in each.path)]
+    divisions = [line for how, value, line in (paths or [()])[0] if how == "div" and line and value != 1]
     named = [("division", line) for line in divisions] + [("backward", part.line)]
     named += [("also", site) for site in dict.fromkeys(part.site[0] for part in criterion.parts)]
     path_of, seen, texts = criterion.where.rpartition(":")[0], {part.site[0]}, list[str]()
@@ -161,9 +162,7 @@ def _lines(criterion: Criterion, index: int | None = None) -> str:
 def _short(criterion: Criterion, notes: list[str], doubts: list[str]) -> Fault | None:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
     lengths, common, is_mean = criterion.lengths, criterion.common, is_equal(criterion.level, 1.0)
-    if criterion.is_constant:
-        if is_mean and not are_equal(criterion.totals.values()):
-            doubts.append(f"{criterion.where}: a constant divides this sum, also in updates with fewer or more units")
+    if criterion.is_constant and not is_mean:
         return None
     backwards = {(part.index, part.rank, part.backward) for part in criterion.parts}
     is_by_call = len(backwards) == len({backward[:2] for backward in backwards}) < len(criterion.parts)
@@ -183,7 +182,9 @@ def _short(criterion: Criterion, notes: list[str], doubts: list[str]) -> Fault |
         if all(lengths[i] != common and is_equal(w, lengths[i] / common) for i, w in odd.items()):
             return _window(criterion, odd)
         spread = ends(weights.values())
-    if not (criterion.is_own or criterion.is_rooted):
+    if criterion.is_constant:
+        doubts.append(f"{criterion.where}: a constant divides this sum, also in updates with fewer or more units")
+    elif not (criterion.is_own or criterion.is_rooted):
         text = f"updates, which weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual in {criterion.where}"
         doubts.append(text)
     return None
@@ -203,8 +204,10 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Fault:
     if criterion.lengths.get(0) == 1 < common and 0 in odd:
         text += f". It steps after the 1st, {common + 1}th, {2 * common + 1}th ..., as `step % {common} == 0` does"
         hand = f"step where (step + 1) % {common} == 0, and at an epoch's end, where the divisor is what is left"
-    elif length > common and carried:
-        text += f". {plural(carried, 'micro-batch')} of the epoch before {'is' if carried == 1 else 'are'} in it"
+    elif length > common:
+        # A loader that is never drawn to its end tells no epochs.
+        of_before = f". {plural(carried, 'micro-batch')} of the epoch before {'is' if carried == 1 else 'are'} in it"
+        text += of_before * bool(carried)
         hand = "step at an epoch's end too, and divide by the number of micro-batches that there are"
     return Fault("window", last.site[0], text + _lines(criterion, index), hand)
 

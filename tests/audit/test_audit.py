@@ -612,6 +612,36 @@ def test_tail_that_leaks_into_the_next_epoch_is_named_as_that():
     assert "7 micro-batches, and weighs 1.75" in fault.text and "3 micro-batches of the epoch before" in fault.text
 
 
+def test_sum_over_a_constant_weighs_more_in_a_longer_window():
+    def backward(model, *_):
+        (cross_entropy(model(torch.randn(4, 8)), torch.randint(0, 3, (4,)), reduction="sum") / 4 / 4).backward()
+
+    (fault,) = loop(backward, [4, 4, 7, 4]).findings
+    assert "has 7 micro-batches, and weighs 1.75 of the others" in fault.text
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_tail_that_is_cleared_is_named_with_its_share_of_the_data(at_end):
+    """As speechbrain's and MAE's epochs do, which tell no loader's end here."""
+    model = nn.Linear(8, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    with distaccum.audit(model) as report:
+        for _ in range(3):
+            if not at_end:
+                adam.zero_grad()
+            for i in range(11):
+                (mean(model) / 4).backward()
+                if i % 4 == 3:
+                    adam.step()
+                    adam.zero_grad()
+            if at_end:
+                adam.zero_grad()
+    (fault,) = report.findings
+    num = "9 micro-batches" if at_end else "6 micro-batches"
+    assert fault.kind == "tail" and fault.text.startswith(f"clears {num} at an epoch's end before any step")
+    assert fault.text.endswith(": 27% of all")
+
+
 def test_losses_that_a_graph_adds_up_are_micro_batches():
     def report(divisor):
         return loop(
