@@ -64,9 +64,9 @@ def was_tensor_parallel(parameter: nn.Parameter) -> bool:
 
 
 def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that DDP reduces, in the order of its indices; of them it shows but their number, if anything.
+    """The parameters that DDP reduces, in the order of its indices. All that it shows of them is their number.
 
-    If that is missing, a parameter that was frozen early is found when a reduction stays unfinished.
+    Where that name is missing, a parameter that was frozen early is found when a reduction stays unfinished.
     """
     # DDP writes a name at the root with a dot before it.
     named = {
