@@ -18,7 +18,7 @@ from .job import Job
 from .law import DistaccumError, Reports, all_or_none, steps_for, whole_number
 from .planning import Planner, local_part
 from .private import own_version_of
-from .ranks import Owed
+from .ranks import Promise
 from .window import Window
 
 # So many elements are compared in each tensor of a loop's first item.
@@ -78,7 +78,7 @@ class Loader:
     """Reads a loader at an even pace: each micro-step of a window draws part of the next one.
 
     So a DataLoader's workers never idle, and no window begins by waiting for all of its data. The next window is
-    reported as soon as it is drawn; `Peers.owe` says what happens to the report if ranks leave at different places.
+    reported as soon as it is drawn; `Peers.promise` says what happens to the report if ranks leave at different places.
     """
 
     def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
@@ -90,7 +90,7 @@ class Loader:
         # The number of loader items in the next window, and whether it is still to be drawn, and not given up.
         self._num, self._is_due = 0, False
         # The next window's report, and what was reported.
-        self._owed: Owed | None = None
+        self._promise: Promise | None = None
         self._next: LocalPart | None = None
         # An iterator whose loop was left goes on with what was drawn of it.
         kept = next((reader for reader in planner.left if reader.of() is loader), None)
@@ -119,8 +119,8 @@ class Loader:
             planner.places.are_read = is_last
         self._use(self._num)
         if self._reads_ahead and not is_last:
-            self._owed = self._peers.owe(part.report)
-            self._num = self._expected(self._owed.update)
+            self._promise = self._peers.promise(part.report)
+            self._num = self._expected(self._promise.update)
             self._is_due = self._num > 0
         else:
             # From here on the loop may write to the items.
@@ -133,18 +133,19 @@ class Loader:
 
     def _draw(self, index: int) -> tuple[LocalPart, Reports]:
         """This rank's part of update `index`, and the merged reports of all ranks."""
-        # Either the report was paid ahead and still fits, or it is paid now, or all ranks plan anew, because a rank did
-        # not pay, the steps have changed, or the last window was left or skipped and so lacks the expected stand-in.
+        # Either the report was posted ahead and still fits, or it is posted now, or all ranks plan anew: a rank did not
+        # post its own, the steps have changed, or the last window was left or skipped and so lacks the expected
+        # stand-in.
         job, peers = self._job, self._peers
-        owed, self._owed, self._is_due = self._owed, None, False
-        if owed is not None and owed.update == index and owed.wait is None:
+        promise, self._promise, self._is_due = self._promise, None, False
+        if promise is not None and promise.update == index and promise.wait is None:
             self._next = local_part(job, self._batches, index)
-            peers.pay(owed, self._next.report)
-        elif owed is not None and owed.update == index:
+            peers.post(promise, self._next.report)
+        elif promise is not None and promise.update == index:
             drawn_for, self._num = self._num, self._expected(index)
             self._next = self._next if self._num == drawn_for else None
         part, self._next = self._next, None
-        reports = None if owed is None else peers.settle(owed)
+        reports = None if promise is None else peers.collect(promise)
         lacks = job.substitute is None and part is not None and part.report.has_stand_in
         if part is None or reports is None or part.report.update != index or lacks:
             part, reports = local_part(job, self._batches, index), None
@@ -163,13 +164,13 @@ class Loader:
             return
         num = -(-self._num * (micro_step + 1) // num_micro_steps)
         self._is_due = self._reader.fill(num, is_first_used=True) and num < self._num
-        owed = self._owed
-        if not self._is_due and owed is not None and owed.wait is None:
+        promise = self._promise
+        if not self._is_due and promise is not None and promise.wait is None:
             try:
-                self._next = local_part(self._job, partial(self._batches, ahead=True), owed.update, ahead=True)
+                self._next = local_part(self._job, partial(self._batches, ahead=True), promise.update, ahead=True)
             except WouldWait:
                 return
-            self._peers.pay(owed, self._next.report)
+            self._peers.post(promise, self._next.report)
 
     def is_in_last(self) -> bool:
         """True if the micro-batch at work is the last that was drawn."""

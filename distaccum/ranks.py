@@ -46,11 +46,11 @@ ABANDONED = -1  # in place of an update's index: this rank has nothing to report
 
 
 @dataclass(eq=False)
-class Owed:
+class Promise:
     """A report that all ranks owe each other for the plan of `update`, which may never be made."""
 
     update: int
-    nothing: RankReport  # in its place, if this rank never pays: as wide as the others
+    nothing: RankReport  # in its place, if this rank never posts its own: as wide as the others
     wait: Callable[[], Reports] | None = None  # set once the report is posted
 
 
@@ -97,39 +97,39 @@ class Peers:
 
     def plan(self, report: RankReport) -> Reports:
         """Merges a window's reports of all ranks that take part in updates."""
-        self._settle_standing()
-        return self._post(report)()
+        self._collect_promised()
+        return self._send(report)()
 
-    def owe(self, last: RankReport) -> Owed:
-        """Notes that every rank owes its report for the update after the `last`, which it may `pay` early.
+    def promise(self, last: RankReport) -> Promise:
+        """Notes that every rank owes its report for the update after the `last`, which it may `post` early.
 
-        Ranks may leave the window before it at different places, and never pay. So the debt is settled before the next
+        Ranks may leave the window before it at different places, and never post it. So it is collected before the next
         plan of any kind, by any Accumulator on these ranks: then all read the same reports in the same order.
         """
-        self._settle_standing()
-        owed = Owed(last.update + 1, last._replace(update=ABANDONED))
+        self._collect_promised()
+        promise = Promise(last.update + 1, last._replace(update=ABANDONED))
         if self._plans is not None:
-            self._plans.owed = owed
-        return owed
+            self._plans.promise = promise
+        return promise
 
-    def _settle_standing(self) -> None:
-        if self._plans is not None and self._plans.owed is not None:
-            self.settle(self._plans.owed)
+    def _collect_promised(self) -> None:
+        if self._plans is not None and self._plans.promise is not None:
+            self.collect(self._plans.promise)
 
-    def pay(self, owed: Owed, report: RankReport) -> None:
-        owed.wait = self._post(report)
+    def post(self, promise: Promise, report: RankReport) -> None:
+        promise.wait = self._send(report)
 
-    def settle(self, owed: Owed) -> Reports | None:
-        """The reports of all ranks, or None if some rank did not pay: then all ranks plan anew."""
-        if owed.wait is None:
-            self.pay(owed, owed.nothing)
-        if self._plans is not None and self._plans.owed is owed:
-            self._plans.owed = None
-        assert owed.wait is not None
-        reports = owed.wait()
+    def collect(self, promise: Promise) -> Reports | None:
+        """The reports of all ranks, or None if some rank did not post its own: then all ranks plan anew."""
+        if promise.wait is None:
+            self.post(promise, promise.nothing)
+        if self._plans is not None and self._plans.promise is promise:
+            self._plans.promise = None
+        assert promise.wait is not None
+        reports = promise.wait()
         return None if reports.update.least == ABANDONED else reports
 
-    def _post(self, report: RankReport) -> Callable[[], Reports]:
+    def _send(self, report: RankReport) -> Callable[[], Reports]:
         own = self.report_of(report)
         if self._plans is None:
             return lambda: own
@@ -249,7 +249,7 @@ class Tree:
         block = ranks[first : first + self.size]
         self.block: Any = own_group(group, block, use=use) if len(block) > 1 else None
         self.firsts: Any = own_group(group, ranks[:: self.size], use=use) if place == first else None
-        self.owed: Owed | None = None
+        self.promise: Promise | None = None
         self.pending: list[Sent] = []
         _PENDING.append(self.pending)
         self._carrier: Carrier | None = None
