@@ -136,7 +136,8 @@ def disarm(wrapper: DistributedDataParallel) -> None:
     It rebuilds them again after another reduction, unless this is called then.
     """
     wrapper.reducer._reset_state()
-    wrapper._has_rebuilt_buckets = False
+    if wrapper._has_rebuilt_buckets:
+        wrapper._has_rebuilt_buckets = False
 
 
 def before_sink(loss: Tensor) -> tuple[Any, int]:
