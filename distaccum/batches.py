@@ -8,7 +8,7 @@ from typing import Any
 
 from .batch import Columns, cut_batch, cut_entries
 from .job import Job, Micro, Seen
-from .law import RankReport, cut_evenly
+from .law import Reports, cut_evenly
 
 
 @dataclass
@@ -35,13 +35,15 @@ Pace = Callable[[int, int], None]
 class LocalPart:
     """This rank's part of a window, before it has heard from the others."""
 
-    report: RankReport
+    report: Reports
     # The micro-batches in which anything counts.
     micros: list[Micro]
     # A micro-batch to stand in with: the last one with a count for each name, or else the last.
     substitute: Micro | None
     # An error of drawing or counting, kept until the other ranks have the report.
     error: Exception | None
+    # A micro-batch to stand in with was there, or was expected from the window at work.
+    expects_stand_in: bool
 
     def take_error(self) -> Exception | None:
         """Returns the error, and drops it together with the micro-batches, which its traceback would keep alive."""

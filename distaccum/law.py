@@ -1,7 +1,7 @@
 """The law: shares, the plan of a window, and errors. It needs neither torch nor other ranks.
 
-Each rank reports its part of a window (`RankReport`). The reports are merged to one (`Reports`), from which every rank
-makes the same `Plan`. Each micro-loss then has one known factor, its share, and nothing is corrected later.
+Each rank reports its part of a window (`Reports`). The reports are merged to one, from which every rank makes the same
+`Plan`. Each micro-loss then has one known factor, its share, and nothing is corrected later.
 """
 
 from __future__ import annotations
@@ -95,79 +95,59 @@ def as_int_if_whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-class RankReport(NamedTuple):
-    """A rank's part of a window."""
-
-    update: int  # its index
-    steps: int  # requested micro-batches per rank and update; 0: any number
-    num_drawn: int  # micro-batches from the loader, or of the batch
-    num_counted: int  # those with a count above 0
-    no_more_after: bool  # the loader has ended
-    all_terms: bool  # every micro-batch has every named count above 0
-    all_terms_in_last: bool  # the last micro-batch has
-    has_stand_in: bool  # this rank has, or will have, a micro-batch of an earlier window to stand in with
-    failed: bool  # this rank could not draw or count, and will raise
-    agrees: bool  # update() runs the window: ranks agree before they reduce
-    reduce_afterwards: bool  # no backward may reduce: it is not known yet whether all ranks succeed
-    changed: bool  # its parameters are others than those that ranks compared
-    largest: int  # samples in the largest micro-batch, if a batch was cut
-    largest_sample: int  # numbers in its largest sample
-    fingerprint: int  # of the first micro-batch, if other ranks have the same samples; otherwise 0
-    totals: tuple[float, ...]  # denominators by name
-
-    def of(self, rank: int) -> Reports:
-        """The report of `rank` alone, to be merged with others."""
-        is_stranded = not (self.num_counted or self.has_stand_in)
-        return Reports(
-            update=Span(self.update, self.update),
-            steps=Span(self.steps, self.steps),
-            agrees=Span(self.agrees, self.agrees),
-            num_counted=Span(self.num_counted, self.num_counted),
-            stranded=Span(rank, rank) if is_stranded else Span(NOBODY, -1),
-            has_more=not self.no_more_after,
-            lacks_terms=not self.all_terms,
-            lacks_terms_in_last=not self.all_terms_in_last,
-            failed=self.failed,
-            reduce_afterwards=self.reduce_afterwards,
-            changed=self.changed,
-            num_drawn=self.num_drawn,
-            largest=self.largest,
-            largest_sample=self.largest_sample,
-            num_micro_batches=self.num_counted,
-            totals=self.totals,
-        )
-
-
 class Span(NamedTuple):
     """The least and the largest of numbers."""
 
     least: int
     most: int
 
+    @classmethod
+    def of(cls, number: int) -> Span:
+        return cls(number, number)
+
 
 class Reports(NamedTuple):
-    """The report of any number of ranks together. Travels as a row of floats (exact up to 2**53).
+    """The report of a rank on its part of a window, or of any number of ranks together.
 
-    Rows are merged in any order: the first `NUM_LARGEST` columns to their largest value, the others to their sum.
+    Travels as a row of floats (exact up to 2**53). Rows are merged in any order: the first `NUM_LARGEST` columns to
+    their largest value, the others to their sum.
+
+    Attributes:
+        update, steps (Span): The update's index, and the micro-batches per rank that were requested; 0: any number.
+        agrees (Span): `update()` runs the window: ranks agree before they reduce.
+        num_counted (Span): Micro-batches with a count above 0.
+        stranded (Span): The ranks with neither a micro-batch nor one to stand in with: the first and the last.
+        has_more (bool): Any rank's loader has not ended.
+        lacks_terms, lacks_terms_in_last (bool): A micro-batch, or a rank's last one, has a named count of 0.
+        failed (bool): A rank could not draw or count, and will raise.
+        reduce_afterwards (bool): No backward may reduce: it is not known yet whether all ranks succeed.
+        changed (bool): Parameters are others than those that ranks compared.
+        num_drawn (int): The most micro-batches that a rank drew or cut.
+        largest, largest_sample (int): Samples in a micro-batch, if a batch was cut, and numbers in a sample, at most.
+        num_micro_batches (int): Micro-batches that count, of all ranks.
+        apart (int): 0 if ranks with the same samples report the same (`meshes/ranks.py`).
+        unlike (int): 0 if ranks with parts of the same samples count the same; of one rank alone, the fingerprint of
+            its first micro-batch.
+        totals (tuple): Denominators by name.
     """
 
     update: Span
     steps: Span
     agrees: Span
     num_counted: Span
-    stranded: Span  # the first and the last rank with neither a micro-batch nor one to stand in with
-    has_more: bool  # a flag: of any rank
+    stranded: Span
+    has_more: bool
     lacks_terms: bool
     lacks_terms_in_last: bool
     failed: bool
     reduce_afterwards: bool
     changed: bool
-    num_drawn: int  # the largest
+    num_drawn: int
     largest: int
     largest_sample: int
-    num_micro_batches: int  # the sum, of those that count
-    apart: int = 0  # 0 if ranks with the same samples report the same (meshes/ranks.py)
-    unlike: int = 0  # 0 if ranks with parts of the same samples count the same
+    num_micro_batches: int
+    apart: int = 0
+    unlike: int = 0
     totals: tuple[float, ...] = ()
 
     def to_row(self) -> list[float]:
@@ -182,7 +162,8 @@ class Reports(NamedTuple):
         return cls._make([*spans, *numbers[2 * NUM_SPANS :], tuple(row[NUM_COLUMNS:])])
 
 
-NOBODY = 2**31  # in place of the first rank
+# In place of the first and the last rank where there is none.
+NOBODY = Span(2**31, -1)
 NUM_SPANS = Reports._fields.index("has_more")
 NUM_LARGEST = Reports._fields.index("num_micro_batches") + NUM_SPANS
 NUM_COLUMNS = Reports._fields.index("totals") + NUM_SPANS
@@ -198,12 +179,12 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 }
 
 
-def refuse_to_differ(reports: Sequence[RankReport]) -> None:
-    """Raises if the reports of all ranks contradict each other; names a rank for each value."""
+def refuse_to_differ(reports: Sequence[Reports]) -> None:
+    """Raises if the reports of all ranks, one of each, contradict each other; names a rank for each value."""
     for name, (what, say, cure) in AGREED.items():
         ranks: dict[object, int] = {}
         for rank, report in enumerate(reports):
-            ranks.setdefault(getattr(report, name), rank)
+            ranks.setdefault(getattr(report, name).least, rank)
         if len(ranks) > 1:
             seen = ", ".join(f"rank {rank}: {say(value)}" for value, rank in ranks.items())
             raise DistaccumError(
@@ -225,7 +206,7 @@ class Plan:
         self.uneven, self.some_rank_is_dry = self.fewest != self.most, self.fewest == 0
         self.all_terms = not reports.lacks_terms  # no rank leaves a loss term out of any backward
         self.all_terms_in_last = not reports.lacks_terms_in_last  # or out of its last
-        self.stranded = None if reports.stranded.least == NOBODY else reports.stranded.least  # the first such rank
+        self.stranded = None if reports.stranded == NOBODY else reports.stranded.least  # the first such rank
         self.epoch_over, self.no_more_after = not reports.num_drawn, not reports.has_more
         self.agrees = bool(reports.agrees.most)  # ranks agree before they reduce
         self.reduce_afterwards = bool(reports.reduce_afterwards)  # after the last backward, when all have succeeded

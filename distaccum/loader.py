@@ -146,8 +146,8 @@ class Loader:
             self._next = self._next if self._num == drawn_for else None
         part, self._next = self._next, None
         reports = None if promise is None else peers.collect(promise)
-        lacks = job.substitute is None and part is not None and part.report.has_stand_in
-        if part is None or reports is None or part.report.update != index or lacks:
+        lacks = job.substitute is None and part is not None and part.expects_stand_in
+        if part is None or reports is None or part.report.update.least != index or lacks:
             part, reports = local_part(job, self._batches, index), None
         if self._pass is not None:
             self._pass.start()

@@ -20,7 +20,7 @@ from .batchnorm import warn_of_batchnorm
 from .doors import is_there, opened
 from .guard import OPEN, OVER, Stage, refuse_copy, tell_count
 from .job import LOOP, Counts, Job, Micro, RunMode, Start
-from .law import DistaccumError, Plan, RankReport, Reports, all_or_none
+from .law import NOBODY, DistaccumError, Plan, Reports, Span, all_or_none
 from .private import step_hooks_of
 from .text import in_short
 from .window import SUM, Window
@@ -207,23 +207,25 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
     ]
     full = micros if peers.has_parts or len(counts_of) == 1 else [micro for micro in micros if all(micro.counts)]
     by_hand, largest, width = (False, 0, 0) if mode.measure is None else mode.measure(batches)
-    report = RankReport(
-        update=index,
-        steps=batches.steps,
-        num_drawn=len(batches.micro_batches),
-        num_counted=len(micros),
-        no_more_after=batches.no_more_after,
-        all_terms=len(full) == len(micros),
-        all_terms_in_last=not micros or (bool(full) and full[-1] is micros[-1]),
-        # With `ahead`, the window at work will leave one.
-        has_stand_in=job.substitute is not None or (ahead and engine.lockstep),
+    # With `ahead`, the window at work will leave one.
+    has_stand_in = job.substitute is not None or (ahead and engine.lockstep)
+    report = Reports(
+        update=Span.of(index),
+        steps=Span.of(batches.steps),
+        agrees=Span.of(mode.agrees),
+        num_counted=Span.of(len(micros)),
+        stranded=NOBODY if micros or has_stand_in else Span.of(peers.rank),
+        has_more=not batches.no_more_after,
+        lacks_terms=len(full) != len(micros),
+        lacks_terms_in_last=bool(micros) and (not full or full[-1] is not micros[-1]),
         failed=error is not None,
-        agrees=mode.agrees,
         reduce_afterwards=by_hand or engine.pipeline is not None,
         changed=not peers.is_alone and job.compared != job.trainable(),
+        num_drawn=len(batches.micro_batches),
         largest=largest,
         largest_sample=width,
-        fingerprint=fingerprint,
+        num_micro_batches=len(micros),
+        unlike=fingerprint,
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * len(counts_of),
     )
     try:
@@ -231,7 +233,7 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
         # A sum has one count, and its micro-batch may stand in where there are more.
         names = len(job.config.counts) // len(counts_of)
         substitute = last and replace(last, batch=fresh(last.batch), counts=last.counts * names)
-        return LocalPart(report, micros, substitute, error)
+        return LocalPart(report, micros, substitute, error, has_stand_in)
     finally:
         # Otherwise this frame and the error's traceback would keep each other, and what was drawn.
         del error, batches

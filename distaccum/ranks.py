@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .law import NUM_LARGEST, DistaccumError, LostRanksError, RankReport, Reports, refuse_to_differ
+from .law import NUM_LARGEST, DistaccumError, LostRanksError, Reports, Span, refuse_to_differ
 from .private import new_group, timeout_of
 from .text import in_short
 
@@ -50,7 +50,7 @@ class Promise:
     """A report that all ranks owe each other for the plan of `update`, which may never be made."""
 
     update: int
-    nothing: RankReport  # in its place, if this rank never posts its own: as wide as the others
+    nothing: Reports  # in its place, if this rank never posts its own: as wide as the others
     wait: Callable[[], Reports] | None = None  # set once the report is posted
 
 
@@ -95,19 +95,19 @@ class Peers:
         """A host group of all ranks, for large values; made when it is first asked for, on all ranks."""
         return None if self.group is None else own_group(self.group)
 
-    def plan(self, report: RankReport) -> Reports:
+    def plan(self, report: Reports) -> Reports:
         """Merges a window's reports of all ranks that take part in updates."""
         self._collect_promised()
         return self._send(report)()
 
-    def promise(self, last: RankReport) -> Promise:
+    def promise(self, last: Reports) -> Promise:
         """Notes that every rank owes its report for the update after the `last`, which it may `post` early.
 
         Ranks may leave the window before it at different places, and never post it. So it is collected before the next
         plan of any kind, by any Accumulator on these ranks: then all read the same reports in the same order.
         """
         self._collect_promised()
-        promise = Promise(last.update + 1, last._replace(update=ABANDONED))
+        promise = Promise(last.update.least + 1, last._replace(update=Span.of(ABANDONED)))
         if self._plans is not None:
             self._plans.promise = promise
         return promise
@@ -116,7 +116,7 @@ class Peers:
         if self._plans is not None and self._plans.promise is not None:
             self.collect(self._plans.promise)
 
-    def post(self, promise: Promise, report: RankReport) -> None:
+    def post(self, promise: Promise, report: Reports) -> None:
         promise.wait = self._send(report)
 
     def collect(self, promise: Promise) -> Reports | None:
@@ -129,22 +129,22 @@ class Peers:
         reports = promise.wait()
         return None if reports.update.least == ABANDONED else reports
 
-    def _send(self, report: RankReport) -> Callable[[], Reports]:
+    def _send(self, report: Reports) -> Callable[[], Reports]:
         own = self.report_of(report)
         if self._plans is None:
             return lambda: own
         sent = self._plans.post(own.to_row(), NUM_LARGEST)
         return lambda: Reports.from_row(sent.wait()[0].tolist())
 
-    def report_of(self, report: RankReport) -> Reports:
-        """The report of this rank alone, to be merged."""
-        return report.of(self.rank)
+    def report_of(self, report: Reports) -> Reports:
+        """This rank's report as it is merged with others."""
+        return report
 
     def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
         """Returns whether ranks with the same samples have to `compare` their reports; `counts`: of the job."""
         return False
 
-    def compare(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> None:
+    def compare(self, reports: Sequence[Reports], counts: Iterable[Any]) -> None:
         """Raises if the reports of all that take part in updates contradict each other."""
         refuse_to_differ(reports)
 

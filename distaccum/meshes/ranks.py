@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 from ..batch import TokenCount, refuse_to_wait, tensors_in
 from ..engines.base import Engine
-from ..law import DistaccumError, RankReport, Reports
+from ..law import DistaccumError, Reports
 from ..ranks import Peers, Value, own_group
 
 # Fields of a report that must be equal on ranks that share their samples, and how an error describes their values.
 ALIKE = {
     "num_drawn": "micro-batches {}",
-    "num_counted": "micro-batches that count {}",
+    "num_micro_batches": "micro-batches that count {}",
     "totals": "counts {}",
-    "fingerprint": "other numbers in their first micro-batch",
+    "unlike": "other numbers in their first micro-batch",
 }
 
 
@@ -70,9 +70,9 @@ class MeshPeers(Peers):
         self._take([sorted(ranks) for ranks, _ in rows], self.parts)
         self.record_over(own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None))
 
-    def report_of(self, report: RankReport) -> Reports:
+    def report_of(self, report: Reports) -> Reports:
         """Lets one rank alone add up the samples that it shares; the numbers of ranks that say the same add up to 0."""
-        reports, sharing = super().report_of(report), self.sharing[self.rank]
+        reports, sharing = report._replace(unlike=0), self.sharing[self.rank]
         if self.shares_samples:
             reports = reports._replace(
                 apart=_told([getattr(report, name) for name in ALIKE], sharing, self.global_rank)
@@ -83,7 +83,7 @@ class MeshPeers(Peers):
             if self.rank in ranks:
                 reports = reports._replace(
                     apart=reports.apart + _told(report.num_drawn, ranks, self.rank),
-                    unlike=_told((report.fingerprint, report.totals), ranks, self.rank),
+                    unlike=_told((report.unlike, report.totals), ranks, self.rank),
                 )
         return reports
 
@@ -92,7 +92,7 @@ class MeshPeers(Peers):
         is_whole = self.has_parts and not reports.unlike and _counts_tokens(counts)
         return bool(reports.apart) or is_whole
 
-    def compare(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> None:
+    def compare(self, reports: Sequence[Reports], counts: Iterable[Any]) -> None:
         """Raises if ranks do not go through the samples that they share together, or count them twice."""
         super().compare(reports, counts)
         of_sets = self.by_samples(reports)
@@ -142,7 +142,7 @@ def _counts_tokens(counts: Iterable[Any]) -> bool:
     return any(isinstance(one, TokenCount) for one in counts)
 
 
-def _refuse_unlike(ranks: Sequence[int], reports: Sequence[RankReport]) -> None:
+def _refuse_unlike(ranks: Sequence[int], reports: Sequence[Reports]) -> None:
     """Raises if ranks that share their samples report other ones."""
     for name, seen in ALIKE.items():
         values = [getattr(one, name) for one in reports]
@@ -153,14 +153,14 @@ def _refuse_unlike(ranks: Sequence[int], reports: Sequence[RankReport]) -> None:
             )
 
 
-def _refuse_unlike_parts(ranks: Sequence[int], reports: Sequence[RankReport], counts_tokens: bool) -> None:
+def _refuse_unlike_parts(ranks: Sequence[int], reports: Sequence[Reports], counts_tokens: bool) -> None:
     drawn, seen = [one.num_drawn for one in reports], f"ranks {list(ranks)} of the group have parts of the same samples"
     if len(set(drawn)) > 1:
         raise DistaccumError(
             f"{seen}, and have {drawn} micro-batches; give each of them its part of every micro-batch, also one in "
             "which nothing counts"
         )
-    if drawn[0] and counts_tokens and len({(one.fingerprint, one.totals) for one in reports}) == 1:
+    if drawn[0] and counts_tokens and len({(one.unlike, one.totals) for one in reports}) == 1:
         raise DistaccumError(
             f"{seen}, and each counted the same whole labels ({list(reports[0].totals)}), so that all are counted "
             f"{len(ranks)} times; cut them before the window; or, where the criterion sums, divide: "

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from kit import CPU, Options, circumstances, header, in_ranks, table, write
 
-from distaccum.law import NUM_COLUMNS, NUM_LARGEST, Plan, RankReport, Reports
+from distaccum.law import NOBODY, NUM_COLUMNS, NUM_LARGEST, Plan, Reports, Span
 from distaccum.ranks import FLAT, Peers
 
-REPORT = RankReport(0, 2, 2, 2, False, True, True, True, False, False, False, False, 0, 0, 0, (4.0,))
+REPORT = Reports(*map(Span.of, (0, 2, False, 2)), NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
 BYTES = 8 * (NUM_COLUMNS + 1)  # of a row with one denominator
 MODELLED = [128, 512, 1024, 4096, 16384]
 
@@ -40,7 +40,7 @@ def measure(rounds: int) -> list[float]:
     rows = torch.empty(dist.get_world_size(), BYTES // 8, dtype=torch.float64)
 
     def ring() -> list[Reports]:
-        dist.all_gather(list(rows), torch.tensor(REPORT.of(peers.rank).to_row(), dtype=torch.float64))
+        dist.all_gather(list(rows), torch.tensor(REPORT.to_row(), dtype=torch.float64))
         return [Reports.from_row(row) for row in rows.tolist()]
 
     return [made, added, *timed(lambda: peers.plan(REPORT), rounds), *timed(ring, rounds)]
@@ -70,7 +70,7 @@ def modelled(ranks: int) -> dict[str, int]:
 
 def seconds_of_a_plan() -> float:
     """Of the Python that follows an exchange of 4,096 ranks."""
-    rows = torch.tensor([REPORT.of(rank).to_row() for rank in range(4096)], dtype=torch.float64)
+    rows = torch.tensor([REPORT.to_row()] * 4096, dtype=torch.float64)
     row = [*rows[:, :NUM_LARGEST].amax(0).tolist(), *rows[:, NUM_LARGEST:].sum(0).tolist()]
     taken = []
     for _ in range(200):

@@ -16,15 +16,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import DistaccumError
-from distaccum.law import NUM_LARGEST, Plan, RankReport, Reports
+from distaccum.law import NOBODY, NUM_LARGEST, Plan, Reports, Span
 from distaccum.ranks import Peers
 from tests.core.test_feed import Leaving
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating
 
 flags, numbers = st.booleans(), st.integers(0, 2**31)
+spans = st.builds(Span.of, numbers)
+totals = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
 reports = st.builds(
-    RankReport, *[numbers] * 4, *[flags] * 8, *[numbers] * 3, st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
+    Reports, *[spans] * 4, st.just(NOBODY), *[flags] * 6, *[numbers] * 4, st.just(0), st.just(0), totals=totals
 )
 
 
@@ -33,30 +35,31 @@ def merged(rows: list[list[float]]) -> list[float]:
     return [*map(max, columns[:NUM_LARGEST]), *map(sum, columns[NUM_LARGEST:])]
 
 
-@given(st.lists(reports, min_size=1, max_size=9), st.integers(1, 9))
-def test_merged_reports_are_a_report_however_they_are_grouped(given, size):
-    alone = [report.of(rank) for rank, report in enumerate(given)]
-    rows = [report.to_row() for report in alone]
-    assert [*map(Reports.from_row, rows)] == alone
+@given(st.lists(st.tuples(reports, flags), min_size=1, max_size=9), st.integers(1, 9))
+def test_merged_reports_are_a_report_however_they_are_grouped(drawn, size):
+    given = [report._replace(num_micro_batches=report.num_counted.most) for report, _ in drawn]
+    stranded = [rank for rank, (_, is_stranded) in enumerate(drawn) if is_stranded]
+    given = [one._replace(stranded=Span.of(rank)) if rank in stranded else one for rank, one in enumerate(given)]
+    rows = [report.to_row() for report in given]
+    assert [*map(Reports.from_row, rows)] == given
     whole = Reports.from_row(merged(rows))
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
     assert Reports.from_row(merged([merged(group) for group in groups][::-1])) == whole
 
-    plan = Plan(["a", "b"], whole, given[0].num_counted)
-    counted = [report.num_counted for report in given]
+    plan = Plan(["a", "b"], whole, given[0].num_micro_batches)
+    counted = [report.num_micro_batches for report in given]
     assert (plan.fewest, plan.most, plan.num_micro_batches) == (min(counted), max(counted), sum(counted))
     assert plan.counts == {"a": sum(one.totals[0] for one in given), "b": sum(one.totals[1] for one in given)}
-    assert plan.no_more_after == all(report.no_more_after for report in given)
-    assert plan.all_terms == all(report.all_terms for report in given)
-    stranded = [rank for rank, one in enumerate(given) if not one.num_counted and not one.has_stand_in]
+    assert plan.no_more_after == (not any(report.has_more for report in given))
+    assert plan.all_terms == (not any(report.lacks_terms for report in given))
     assert plan.stranded == (stranded[0] if stranded else None)
     agreed = [{getattr(one, name) for one in given} for name in ("update", "steps", "agrees")]
     assert plan.ranks_agree == all(len(values) == 1 for values in agreed)
 
 
 def test_plan_of_thousands_of_reports_costs_as_much_as_of_one():
-    report = RankReport(7, 2, 2, 2, False, True, True, True, False, False, False, False, 0, 0, 0, (4.0,))
-    rows = torch.tensor([report.of(rank).to_row() for rank in range(4096)], dtype=torch.float64)
+    report = Reports(*map(Span.of, (7, 2, False, 2)), NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
+    rows = torch.tensor([report.to_row()] * 4096, dtype=torch.float64)
     row = [*rows[:, :NUM_LARGEST].amax(0).tolist(), *rows[:, NUM_LARGEST:].sum(0).tolist()]
     times = []
     for _ in range(50):
@@ -133,11 +136,11 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from distaccum.law import RankReport
+from distaccum.law import NOBODY, Reports, Span
 from distaccum.ranks import Peers
 
 SECONDS = 6
-REPORT = RankReport(7, 2, 2, 2, False, True, True, True, False, False, False, False, 0, 0, 0, (4.0,))
+REPORT = Reports(*map(Span.of, (7, 2, False, 2)), NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
 
 
 def train(rank, num, lost, folder):
