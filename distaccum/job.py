@@ -69,19 +69,19 @@ class Job(Prepared):
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
-        for name, one, needs in (("scaler", scaler, "is_enabled"), ("accelerator", accelerator, "distributed_type")):
-            as_list(name, None if one is None else [one], needs)
+        for name, given, needs in (("scaler", scaler, "is_enabled"), ("accelerator", accelerator, "distributed_type")):
+            as_list(name, None if given is None else [given], needs)
         self.config, self.adapters = config, adapters_for(accelerator)
         self.models = as_list("model", model, "forward")
         self.optimizers = as_list("optimizer", optimizer, "param_groups")
         self.schedulers = as_list("scheduler", scheduler, "step")
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        for one in self.adapters:
-            one.unwrap(self)
+        for adapter in self.adapters:
+            adapter.unwrap(self)
         self.engine: Engine = choose_engine(self.models, config.sync, config.mesh)
         self.models = list(self.engine.models)
-        for one in self.adapters:
-            self.engine.run_backward = one.around(self.engine.run_backward)
+        for adapter in self.adapters:
+            self.engine.run_backward = adapter.around(self.engine.run_backward)
         self.engine.adopt(self, config.max_norm, config.on_nonfinite)
         trains = any(parameter.requires_grad for parameter in self.engine.parameters())
         self._is_frozen_stage = self.engine.pipeline is not None and not trains  # others step, with this one
@@ -169,12 +169,12 @@ class Job(Prepared):
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
         given = [id(group) for one in self.optimizers for group in one.param_groups]
-        for one in self.schedulers if given else ():
-            scheduled = getattr(getattr(one, "optimizer", None), "param_groups", ())
+        for schedule in self.schedulers if given else ():
+            scheduled = getattr(getattr(schedule, "optimizer", None), "param_groups", ())
             if scheduled and not {*map(id, scheduled)} & {*given}:
                 raise ValueError(
-                    f"scheduler is a {type(one).__name__} of another {type(one.optimizer).__name__} than the optimizer "
-                    "given, whose learning rate it would never change; make it from that optimizer"
+                    f"scheduler is a {type(schedule).__name__} of another {type(schedule.optimizer).__name__} than the "
+                    "optimizer given, whose learning rate it would never change; make it from that optimizer"
                 )
         if any(hasattr(p, "grad_sample") for p in self._models_parameters):
             raise ValueError(
@@ -182,15 +182,15 @@ class Job(Prepared):
                 "privacy), which the window's shares would scale before anything clips it; expected a model that keeps "
                 "only whole gradients; accumulate with the library that put grad_sample there"
             )
-        for one in self.optimizers:
-            if isinstance(one, LBFGS):
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS):
                 raise TypeError(
                     "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
                 )
-            if not has_step_hooks(one):
+            if not has_step_hooks(optimizer):
                 raise TypeError(
-                    f"optimizer is a {type(one).__name__}, a torch optimizer without step hooks, expected one whose "
-                    "__init__ calls Optimizer.__init__; if it wraps another optimizer, give that one, or "
+                    f"optimizer is a {type(optimizer).__name__}, a torch optimizer without step hooks, expected one "
+                    "whose __init__ calls Optimizer.__init__; if it wraps another optimizer, give that one, or "
                     "optimizer=None and step it yourself after the loop"
                 )
 
@@ -217,11 +217,11 @@ class Job(Prepared):
                 "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
                 "schedule yourself, or pass the optimizer"
             )
-        for one, owned in zip(self.optimizers, self.groups, strict=False) if self.scaler is not None else ():
+        for optimizer, owned in zip(self.optimizers, self.groups, strict=False) if self.scaler is not None else ():
             if len({hasattr(p, "to_local") for p in owned}) > 1:
                 raise ValueError(
-                    f"scaler with a {type(one).__name__} that holds sharded and plain parameters, which a GradScaler "
-                    "cannot unscale together; make an optimizer for each kind and pass both"
+                    f"scaler with a {type(optimizer).__name__} that holds sharded and plain parameters, which a "
+                    "GradScaler cannot unscale together; make an optimizer for each kind and pass both"
                 )
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NoReturn, final
 
 import torch
@@ -62,8 +63,8 @@ class Losses:
             share = self._shares.get(counts)
             if share is None:
                 share = self._shares[counts] = self._share(0, counts) or 0.0
-            one, seed = self._weigh(micro, self._names[0], loss, share)
-            return (one,), (seed,)
+            weighed, seed = self._weigh(micro, self._names[0], loss, share)
+            return (weighed,), (seed,)
         given = self._by_name(loss, named)
         self._given.update(given)
         # A loss without a count is left out, not multiplied by 0: a mean over nothing is NaN, and so is 0 times NaN.
@@ -155,20 +156,20 @@ class Losses:
         if self.of_pairs is not None:
             whole, part = self.of_pairs
             return [whole.to(self._device, self._wide) * part]
-        found: dict[str, Any] = dict.fromkeys(self._names, 0.0)
+        totals: dict[str, Any] = dict.fromkeys(self._names, 0.0)
         on_device: dict[str, list[tuple[float, Tensor]]] = {}
         for _, name, share, loss in self._terms:
             if isinstance(loss, Tensor):
                 on_device.setdefault(name, []).append((share, loss))
             else:
-                found[name] += share * loss
+                totals[name] += share * loss
         for name, terms in on_device.items():
             first, losses = terms[0][0], [loss for _, loss in terms]
             if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
                 first, losses = 1.0, [loss * share for share, loss in terms]
             total = torch.stack(losses).sum(dtype=self._wide).to(self._device) * first
-            found[name] = total + found[name] if found[name] else total
-        return list(found.values())
+            totals[name] = total + totals[name] if totals[name] else total
+        return list(totals.values())
 
     def sums(self) -> Tensor:
         """Like `totals`, in one tensor on the device, which the ranks add up for the record."""
@@ -183,8 +184,9 @@ class Losses:
         if not values:
             return None
         read = torch.stack([self._on_device(value) for _, value in values]).tolist()  # waits for the device once
-        found = [(number, value) for (number, _), value in zip(values, read, strict=True) if not math.isfinite(value)]
-        return min(found, key=lambda one: one[0], default=None)
+        pairs = zip(values, read, strict=True)
+        bad = [(number, value) for (number, _), value in pairs if not math.isfinite(value)]
+        return min(bad, key=itemgetter(0), default=None)
 
     def _on_device(self, loss: Loss) -> Tensor:
         if isinstance(loss, Tensor):
@@ -232,16 +234,16 @@ class Record:
     def losses(self) -> list[float]:
         """Waits for the sum, and returns the losses by name over all ranks."""
         self.wait()
-        found = self._losses.tolist() if isinstance(self._losses, Tensor) else self._losses
-        return [float(one) / self._divisor for one in found]
+        losses = self._losses.tolist() if isinstance(self._losses, Tensor) else self._losses
+        return [float(loss) / self._divisor for loss in losses]
 
     def overflows(self, peers: Peers) -> Tensor:
         """The number of ranks whose gradients overflowed, the same on all."""
         self.wait()
-        found = self._values[-1]
+        overflows = self._values[-1]
         if peers.shares_samples:  # one rank's part of a gradient may overflow alone
-            found.fill_(peers.largest([float(found)], everyone=True)[0])
-        return found
+            overflows.fill_(peers.largest([float(overflows)], everyone=True)[0])
+        return overflows
 
 
 def refuse_loss(loss: Any, who: str = "backward() got") -> NoReturn:

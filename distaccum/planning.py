@@ -182,8 +182,7 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
     """
     engine, peers, counts_of = job.engine, job.engine.peers, SAMPLES if mode.is_sum else job.config.counts
     batches, error, fingerprint = Batches([]), None, 0
-    counts: list[Counts] = []
-    pieces: list[list[Counts]] = []
+    counts, pieces = list[Counts](), list[list[Counts]]()
     try:
         batches = draw(index)
         if engine.pipeline is None:
@@ -235,8 +234,7 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
         substitute = last and replace(last, batch=fresh(last.batch), counts=last.counts * names)
         return LocalPart(report, micros, substitute, error, has_stand_in)
     finally:
-        # Otherwise this frame and the error's traceback would keep each other, and what was drawn.
-        del error, batches
+        del error, batches  # or this frame and the error's traceback would keep each other
 
 
 def _counts_of(

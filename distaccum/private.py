@@ -45,8 +45,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     backend_of: Callable[[Any], Any] = getattr(group, "_get_backend", lambda _: None)
     for device in getattr(group, "_device_types", ()):
         options = getattr(backend_of(device), "options", None)
-        if isinstance(found := getattr(options, "_timeout", None), timedelta):
-            return found
+        if isinstance(timeout := getattr(options, "_timeout", None), timedelta):
+            return timeout
     return None
 
 

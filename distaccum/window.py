@@ -244,8 +244,8 @@ class Window(Generic[Batch]):
         if looks and not engine.gradient(self.parameters).finite:
             guard.judge(self, engine, "gradient", "raise")
         for give in self._hooks["numbers"]:
-            if (found := give(self)) is not None:
-                self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # it is a bound method
+            if (numbers := give(self)) is not None:
+                self.numbers[give.__self__.key] = numbers  # type: ignore[attr-defined]  # it is a bound method
 
     # Several backwards in one micro-batch
 
@@ -320,8 +320,8 @@ class Window(Generic[Batch]):
                 job.substitute = self.substitute
             self.move_on(0 if reason is None else skipped + 1)
             self._close(Stage.STEPPED)
-            for one in job.adapters:
-                one.after_step(reason is None)
+            for adapter in job.adapters:
+                adapter.after_step(reason is None)
             if due and reason is None:
                 job.step_schedules(due)
         except BaseException as error:
