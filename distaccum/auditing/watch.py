@@ -156,9 +156,9 @@ class Watch:
             self._expected = None
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
+        self._stop_tracing()
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
-        self._stop_tracing()
         made, num = Backward(where()[0], self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
         for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):

@@ -498,6 +498,24 @@ def test_finding_names_the_lines_of_the_division_and_of_the_backward():
     assert not torch.is_anomaly_enabled()
 
 
+def test_no_call_of_a_closure_keeps_stacks_in_its_forward():
+    model = nn.Linear(8, 3)
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    x, y, seen = torch.randn(4, 8), torch.randint(0, 3, (4,)), list[bool]()
+
+    def closure():
+        seen.append(torch.is_anomaly_enabled())
+        lbfgs.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    with distaccum.audit(model) as report:
+        lbfgs.step(closure)
+    assert len(seen) > 1 and not any(seen)
+    report.assert_right()
+
+
 def test_model_left_in_eval_mode_is_seen_in_a_list_of_modules():
     model = nn.Linear(8, 3)
     adam = torch.optim.AdamW(model.parameters())
