@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 
 def ddp(module: nn.Module, **options: Any) -> nn.parallel.DistributedDataParallel:
@@ -99,6 +100,15 @@ def import_deepspeed(device: str = "cpu") -> Any:
         deepspeed.utils.logger.setLevel("ERROR")
         deepspeed.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo", verbose=False)
     return deepspeed
+
+
+def zero_weights(engine: Any) -> Tensor:
+    """All weights of a DeepSpeed engine in one vector, on every rank."""
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters) if engine.zero_optimization_stage() == 3 else nullcontext():
+        return torch.cat([p.detach().flatten() for p in parameters]).clone()
 
 
 def deepspeed_variables(device: str = "cpu") -> dict[str, str]:

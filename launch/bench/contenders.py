@@ -231,7 +231,7 @@ def deepspeed(task: Task, stage: int, *, coalesced: bool = False, **config: Any)
                 engine.backward(loss_of(engine, micro_batch) / steps)
         engine.step()
 
-    return Loop(run_coalesced if coalesced else run, lambda: zero_weights(engine))
+    return Loop(run_coalesced if coalesced else run, lambda: wrappers.zero_weights(engine))
 
 
 def deepspeed_engine(task: Task, stage: int, steps: int, **config: Any) -> Any:
@@ -245,14 +245,6 @@ def deepspeed_engine(task: Task, stage: int, steps: int, **config: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return wrappers.deepspeed(task.module, task.optimizer_of(parameters), config)[0]
-
-
-def zero_weights(engine: Any) -> Tensor:
-    import deepspeed
-
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters) if engine.zero_optimization_stage() == 3 else nullcontext():
-        return torch.cat([p.detach().flatten() for p in parameters]).clone()
 
 
 # distaccum
@@ -301,7 +293,7 @@ def fsdp2_distaccum(task: Task, policy: str) -> Loop:
 
 def zero_distaccum(task: Task, stage: int, policy: str = "last") -> Loop:
     engine = deepspeed_engine(task, stage, 1)
-    return with_distaccum(task, engine, None, zero_weights, sync=policy)
+    return with_distaccum(task, engine, None, wrappers.zero_weights, sync=policy)
 
 
 def accelerate_distaccum(task: Task) -> Loop:
@@ -386,6 +378,14 @@ def versions() -> dict[str, str]:
         return {name: metadata.version(name) for name in OTHERS}
     except metadata.PackageNotFoundError as missing:
         raise SystemExit(f"{missing.name} is not installed; pip install {' '.join(OTHERS)}") from None
+
+
+def named(chosen: Sequence[Contender], parts: Sequence[str]) -> list[Contender]:
+    """Those whose name contains one of the parts, or all if there are none; --only takes them."""
+    for part in parts:
+        if not any(part in str(one) for one in chosen):
+            raise ValueError(f"--only {part}: in none of {'; '.join(map(str, chosen))}")
+    return [one for one in chosen if not parts or any(part in str(one) for part in parts)]
 
 
 def num_ranks(*, local: bool = False) -> int:

@@ -394,7 +394,7 @@ def page(done: Mapping[str, Any], about: Mapping[str, str], versions: Mapping[st
         "On a GPU",
         about,
         "" if work.is_cuda and not work.is_small else "**No figures of a GPU**: small models show that it runs.",
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}. GPT: 12 layers, width 768, 124 "
+        f"{kit.listed(versions)}. GPT: 12 layers, width 768, 124 "
         "million parameters. Parameters in float32, computing in bfloat16 by autocast, SGD with momentum, one process. "
         "Times are ratios to the loop by hand of the same round: median (least to most); *again* is the same loop "
         "twice, so what it differs by is noise. **Bold**: failed, or beyond its bound.",

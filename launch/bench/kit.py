@@ -77,6 +77,10 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
+def listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
 def spelled(ratio: Mapping[str, float] | None) -> str:
     """Formats a median and its range, which may be that of all values or of the middle half."""
     if ratio is None:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import CPU, Options, RankError, circumstances, header, in_ranks, write
+from kit import CPU, Options, RankError, circumstances, header, in_ranks, listed, table, write
 from lawcases import LIBRARIES
 from lawcases.cases import CASES
 from lawcases.judge import Verdict, judge
@@ -122,13 +122,6 @@ def versions_of(libraries: Iterable[Library]) -> dict[str, str]:
     return {one: metadata.version(one) for one in sorted(there)}
 
 
-def table(found: dict[str, dict[str, Verdict]], cases: Sequence[str]) -> list[str]:
-    lines = ["| | " + " | ".join(CASES[key].title for key in cases) + " |", "| --- |" + " --- |" * len(cases)]
-    for name, cells in found.items():
-        lines.append(f"| {LIBRARIES[name].name} | " + " | ".join(spelled(cells[key]) for key in cases) + " |")
-    return lines
-
-
 NOTES = (
     "A cell: the norm of the gradient's difference to one call of the criterion on all samples of the window, on all "
     "ranks, in parts of that one's norm; of the worst window, each from the library's own weights before it. *Exact*: "
@@ -154,10 +147,10 @@ def main() -> int:
     found = measure(options.libraries, options.cases, options.timeout)
     about = {**circumstances(CPU), "timeout": f"{options.timeout:g} s"}
     versions = versions_of(LIBRARIES[name] for name in found)
-    spoken = ", ".join(f"{one} {version}" for one, version in versions.items())
-    lines = header("The law, library by library", about, *NOTES, f"Versions: {spoken or 'torch alone'}.")
-    lines += table(found, options.cases)
-    lines += ["", *(f"- **{CASES[key].title}**: {CASES[key].about}" for key in options.cases)]
+    lines = header("The law, library by library", about, *NOTES, f"Versions: {listed(versions) or 'torch alone'}.")
+    rows = [[LIBRARIES[name].name, *(spelled(cells[key]) for key in options.cases)] for name, cells in found.items()]
+    lines += table(["", *(CASES[key].title for key in options.cases)], rows)
+    lines += [*(f"- **{CASES[key].title}**: {CASES[key].about}" for key in options.cases)]
     cells: dict[str, Any] = {name: {key: asdict(v) for key, v in row.items()} for name, row in found.items()}
     write(options.out, "\n".join(lines), {**about, "versions": versions, "cells": cells})
     broken = [key for key, verdict in found.get("distaccum", {}).items() if verdict.verdict != "exact"]

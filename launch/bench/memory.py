@@ -23,22 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kit
 import torch
 import torch.distributed as dist
-from contenders import Contender, Loop, Task, as_torchrun, be_quiet, some_of, versions
-from kit import (
-    CPU,
-    RETURNS,
-    Options,
-    circumstances,
-    header,
-    in_fresh_process,
-    in_ranks,
-    peak_of,
-    resident,
-    table,
-    write,
-)
+from contenders import Contender, Loop, Task, as_torchrun, be_quiet, named, some_of, versions
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -105,7 +93,7 @@ def measure_here(name: str, samples: int, sizes: Sequence[int]) -> dict[str, Any
 
 def without_a_model() -> int:
     gc.collect()
-    return resident("VmRSS")
+    return kit.resident("VmRSS")
 
 
 def of_micro_batch(contender: Contender, samples: int, size: int) -> float:
@@ -115,8 +103,8 @@ def of_micro_batch(contender: Contender, samples: int, size: int) -> float:
     loop = set_up(contender, wide(), len(batches), momentum=0.9)
     for _ in range(2):  # DDP rebuilds its buckets in the second
         loop.run(batches)
-    held = resident("VmRSS") - without
-    return (held + 1e6 * peak_of(lambda: loop.run(batches), CPU)) / MIB
+    held = kit.resident("VmRSS") - without
+    return (held + 1e6 * kit.peak_of(lambda: loop.run(batches), kit.CPU)) / MIB
 
 
 def of_parameters(contender: Contender) -> dict[str, Any]:
@@ -125,10 +113,10 @@ def of_parameters(contender: Contender) -> dict[str, Any]:
     loop = set_up(contender, deep(), STEPS)
     peaks = []
     for _ in range(UPDATES):
-        held = resident("VmRSS") - without
-        peaks.append((held + 1e6 * peak_of(lambda: loop.run(batches), CPU)) / MIB)
+        held = kit.resident("VmRSS") - without
+        peaks.append((held + 1e6 * kit.peak_of(lambda: loop.run(batches), kit.CPU)) / MIB)
     gc.collect()
-    held = resident("VmRSS") - without
+    held = kit.resident("VmRSS") - without
     return {"first": peaks[0], "fifth": peaks[-1], "held": held / MIB}
 
 
@@ -141,10 +129,10 @@ def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[di
         print(one, file=sys.stderr)
         if one.on_ranks:
             given = str(one), options.batch_size, options.sizes
-            row = in_ranks(2, measure_here, *given, seconds=SECONDS, anew=True)[0]
+            row = kit.in_ranks(2, measure_here, *given, seconds=SECONDS, anew=True)[0]
         else:  # even in a group of one, Accelerate would wrap the model in DDP
             sizes = ["--sizes", *map(str, options.sizes)]
-            row = in_fresh_process("--here", str(one), "--batch-size", str(options.batch_size), *sizes)
+            row = kit.in_fresh_process("--here", str(one), "--batch-size", str(options.batch_size), *sizes)
             row["peaks"] = {int(size): peak for size, peak in row["peaks"].items()}
         rows.append(row)
     return rows
@@ -156,20 +144,19 @@ def tables(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[str]
     return [
         f"**A batch of {options.batch_size} samples per rank: peak MiB by the samples of a micro-batch**",
         "",
-        *table(["", *options.sizes], peaks),
+        *kit.table(["", *options.sizes], peaks),
         "**Parameters of 128 MiB: MiB**",
         "",
-        *table(["", "peak, 1st update", "peak, 5th", "held between updates"], large),
+        *kit.table(["", "peak, 1st update", "peak, 5th", "held between updates"], large),
     ]
 
 
 def notes(options: argparse.Namespace) -> list[str]:
-    others = ", ".join(f"{name} {version}" for name, version in versions().items())
     parameters = sum(p.numel() * p.element_size() for p in wide().parameters()) / MIB
     return [
-        f"{others}. float32, two ranks on gloo (one process where it says plain). Each row is of fresh processes, on "
-        "rank 0, beyond the same one before the model was made, its libraries loaded; resident memory, with a glibc "
-        "that gives back at once what is freed. A figure repeats within some 4 MiB.",
+        f"{kit.listed(versions())}. float32, two ranks on gloo (one process where it says plain). Each row is of fresh "
+        "processes, on rank 0, beyond the same one before the model was made, its libraries loaded; resident memory, "
+        "with a glibc that gives back at once what is freed. A figure repeats within some 4 MiB.",
         f"*First table*: {options.batch_size} images of {PIXELS} x {PIXELS} on each rank through convolutions, "
         f"{parameters:.1f} MiB of parameters, SGD with momentum; the third update.",
         f"*Second*: {DEPTH} layers of {WIDTH} x {WIDTH}, windows of {STEPS} micro-batches of {SAMPLES}, SGD.",
@@ -177,7 +164,7 @@ def notes(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    parser = Options(__doc__)
+    parser = kit.Options(__doc__)
     parser.counts("--batch-size", 32, "samples of an update on each rank")
     parser.counts("--sizes", [1, 4, 16, 32])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names, such as 'ZeRO 2' Fabric")
@@ -186,24 +173,23 @@ def main() -> int:
     for size in options.sizes:
         if options.batch_size % size:
             parser.error(f"--sizes {size} does not divide --batch-size {options.batch_size}")
-    for part in options.only:
-        if not any(part in str(one) for one in CHOSEN):
-            parser.error(f"--only {part}: in none of {'; '.join(map(str, CHOSEN))}")
+    try:
+        chosen = named(CHOSEN, options.only)
+    except ValueError as error:
+        parser.error(str(error))
     if not Path("/proc/self/clear_refs").exists():
         parser.error("the peak of a process is read from Linux's /proc, which is not here")
-    os.environ.update({**RETURNS, "OMP_NUM_THREADS": "1"})  # for processes started from here
+    os.environ.update({**kit.RETURNS, "OMP_NUM_THREADS": "1"})  # for processes started from here
     if options.here:
         with redirect_stdout(sys.stderr):  # output of the libraries
             row = measure_here(options.here, options.batch_size, options.sizes)
         print(json.dumps(row))
         return 0
     torch.set_num_threads(1)
-    rows = measure(
-        [one for one in CHOSEN if not options.only or any(part in str(one) for part in options.only)], options
-    )
-    about = circumstances(CPU)
-    lines = header("Memory", about, *notes(options)) + tables(rows, options)
-    write(options.out, "\n".join(lines), {**about, **versions(), "rows": rows})
+    rows = measure(chosen, options)
+    about = kit.circumstances(kit.CPU)
+    lines = kit.header("Memory", about, *notes(options)) + tables(rows, options)
+    kit.write(options.out, "\n".join(lines), {**about, **versions(), "rows": rows})
     return 0
 
 

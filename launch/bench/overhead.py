@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from contenders import CONTENDERS, Contender, Loop, Task, as_torchrun, be_quiet, num_ranks, one_of, versions
-from kit import CPU, Options, circumstances, header, in_ranks, in_turns, quartiles, spelled, table, write
+from kit import CPU, Options, circumstances, header, in_ranks, in_turns, listed, quartiles, spelled, table, write
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -128,11 +128,10 @@ def main() -> None:
     steps, counts = sorted(set(options.steps)), sorted(set(options.ranks))
 
     about = circumstances(CPU) | versions()
-    others = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = header(
         "What a micro-step costs above the loop by hand",
         about,
-        f"{ABOUT} {options.rounds} rounds. With {others}.",
+        f"{ABOUT} {options.rounds} rounds. With {listed(versions())}.",
         "Microseconds per micro-step (median), and the ratio to the loop by hand in the same round: its median, and "
         "how far the middle half of the rounds reaches. *By hand, again* is the same loop twice: what it differs by is "
         "noise. *One more*: what a micro-step adds to a window, from the shortest and the longest. *Clipped* and "

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from contenders import Contender, Loop, Task, be_quiet, full_weights, one_of, some_of, versions
-from kit import CPU, Options, circumstances, header, ratios, relative_difference, spelled, table, write
+from contenders import Contender, Loop, Task, be_quiet, full_weights, named, one_of, some_of, versions
+from kit import CPU, Options, circumstances, header, listed, ratios, relative_difference, spelled, table, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -332,9 +332,8 @@ def tables(rows: list[dict[str, Any]], least: dict[str, float], options: argpars
 
 
 def notes(options: argparse.Namespace) -> list[str]:
-    others = ", ".join(f"{name} {version}" for name, version in versions().items())
     return [
-        f"{others}. Two ranks on gloo, each in a network namespace, {options.rate} each way between them "
+        f"{listed(versions())}. Two ranks on gloo, each in a network namespace, {options.rate} each way between them "
         "(`tbf`, burst 128k).",
         f"An update: {options.steps} micro-steps of {IMAGES} images of {PIXELS} x {PIXELS} on each rank through "
         f"ResNet-18 with GroupNorm in float32 ({gradient_bytes() / 1e6:.1f} MB of gradients), and a step of SGD.",
@@ -348,12 +347,8 @@ def notes(options: argparse.Namespace) -> list[str]:
 
 def chosen_by(parts: Sequence[str]) -> list[Contender]:
     """Contenders whose name contains one of the parts, and the loops that they are compared with."""
-    every = CHOSEN
-    for part in parts:
-        if not any(part in str(one) for one in every):
-            raise ValueError(f"--only {part}: in none of {'; '.join(map(str, every))}")
-    named = [one for one in every if not parts or any(part in str(one) for part in parts)]
-    return [one for one in every if one in named or str(one) in map(reference_of, map(str, named))]
+    asked = named(CHOSEN, parts)
+    return [one for one in CHOSEN if one in asked or str(one) in map(reference_of, map(str, asked))]
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -26,6 +25,7 @@ from tests.support.windows import weights
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 import wrappers
+from wrappers import zero_weights
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,6 @@ def import_deepspeed() -> Any:
     if not COALESCES:
         warnings.filterwarnings("ignore", message="ZeRO stage . reduces gradients in each micro-step")
     return wrappers.import_deepspeed()
-
-
-def zero_weights(engine: Any) -> Tensor:
-    import deepspeed
-
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters) if engine.zero_optimization_stage() == 3 else nullcontext():
-        return torch.cat([p.detach().flatten() for p in parameters]).clone()
 
 
 DEEPSPEED = tuple(int(part) for part in metadata.version("deepspeed").split(".")[:3])

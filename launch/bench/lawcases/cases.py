@@ -21,8 +21,8 @@ class Case:
 
     key: str
     title: str
-    about: str
     lengths: tuple[tuple[int, ...], ...]
+    about: str
     kind: str = "samples"
     sizes: tuple[int, ...] = ()  # of the loader's micro-batches; 4 each by default
     kept: tuple[int, ...] = ()  # labels of each micro-batch that are not ignored
@@ -44,95 +44,35 @@ class Case:
         return [(of_rank[r][t], r) for t in range(turns) for r in range(self.world) if t < len(of_rank[r])]
 
 
-CASES = {
-    case.key: case
-    for case in (
-        Case(
-            "tail",
-            "short tail",
-            "Five micro-batches of 4 samples, two to a window: the epoch's last window has one.",
-            ((2,), (2,), (1,)),
-        ),
-        Case(
-            "short",
-            "short last micro-batch",
-            "Four micro-batches, two to a window; the last has 1 sample, the others 4.",
-            ((2,), (2,)),
-            sizes=(4, 4, 4, 1),
-        ),
-        Case(
-            "tokens",
-            "token weights",
-            "A mean over the labels that are not -100: 20, 3, 7 and 18 of them in four micro-batches, two to a window.",
-            ((2,), (2,)),
-            "tokens",
-            kept=(20, 3, 7, 18),
-        ),
-        Case(
-            "tokens2",
-            "token weights, two ranks",
-            "The same on two ranks, whose numbers of labels differ too.",
-            ((2, 2), (2, 2)),
-            "tokens",
-            kept=(20, 3, 7, 18, 2, 22, 11, 5),
-        ),
-        Case(
-            "uneven",
-            "uneven ranks",
-            "Rank 0 has four micro-batches in the epoch, rank 1 has three; two to a window.",
-            ((2, 2), (2, 1)),
-        ),
-        Case(
-            "empty",
-            "an empty rank",
-            "Rank 0 has three micro-batches, rank 1 has two: none of them in the second window.",
-            ((2, 2), (1, 0)),
-        ),
-        Case(
-            "zero",
-            "window without tokens",
-            "A window in which one micro-batch has only ignored labels, then one of two such: no NaN, no "
-            "update (by SGD with momentum, where a step by zeros shows).",
-            ((2,), (2,)),
-            "tokens",
-            kept=(9, 0, 0, 0),
-            skipped=(1,),
-        ),
-        Case(
-            "aux",
-            "auxiliary loss",
-            "A mean over labels, plus 0.1 times a router's loss, which is a mean over samples: two denominators.",
-            ((2,), (2,)),
-            "aux",
-            sizes=(4, 2, 4, 4),
-            kept=(20, 3, 7, 18),
-        ),
-        Case(
-            "scaler",
-            "two optimizers, one scaler",
-            "Two parameters with an optimizer each, one GradScaler. In the second of three windows the gradient of the "
-            "second parameter overflows: neither may step, and the scale halves once.",
-            ((2,), (2,), (2,)),
-            "two",
-            skipped=(1,),
-            dtype=torch.float32,
-            also=("scale", SCALE / 2),
-        ),
-        Case(
-            "ramp",
-            "changed window length",
-            "Within an epoch: three windows of two micro-batches, then two of four.",
-            ((2,), (2,), (2,), (4,), (4,)),
-        ),
-        Case(
-            "clip",
-            "contrastive, learned temperature",
-            "CLIP's loss, both ways, with a learned temperature, on two ranks with two micro-batches of 4 pairs each.",
-            ((2, 2),),
-            "clip",
-        ),
-    )
-}
+# fmt: off
+CASES = {case.key: case for case in (
+    Case("tail", "short tail", ((2,), (2,), (1,)),
+         "Five micro-batches of 4 samples, two to a window: the epoch's last window has one."),
+    Case("short", "short last micro-batch", ((2,), (2,)), sizes=(4, 4, 4, 1), about=
+         "Four micro-batches, two to a window; the last has 1 sample, the others 4."),
+    Case("tokens", "token weights", ((2,), (2,)), kind="tokens", kept=(20, 3, 7, 18), about=
+         "A mean over the labels that are not -100: 20, 3, 7 and 18 of them in four micro-batches, two to a window."),
+    Case("tokens2", "token weights, two ranks", ((2, 2), (2, 2)), kind="tokens", about=
+         "The same on two ranks, whose numbers of labels differ too.", kept=(20, 3, 7, 18, 2, 22, 11, 5)),
+    Case("uneven", "uneven ranks", ((2, 2), (2, 1)),
+         "Rank 0 has four micro-batches in the epoch, rank 1 has three; two to a window."),
+    Case("empty", "an empty rank", ((2, 2), (1, 0)),
+         "Rank 0 has three micro-batches, rank 1 has two: none of them in the second window."),
+    Case("zero", "window without tokens", ((2,), (2,)), kind="tokens", kept=(9, 0, 0, 0), skipped=(1,), about=
+         "A window in which one micro-batch has only ignored labels, then one of two such: no NaN, no "
+         "update (by SGD with momentum, where a step by zeros shows)."),
+    Case("aux", "auxiliary loss", ((2,), (2,)), kind="aux", sizes=(4, 2, 4, 4), kept=(20, 3, 7, 18), about=
+         "A mean over labels, plus 0.1 times a router's loss, which is a mean over samples: two denominators."),
+    Case("scaler", "two optimizers, one scaler", ((2,), (2,), (2,)), kind="two", skipped=(1,), dtype=torch.float32,
+         also=("scale", SCALE / 2), about=
+         "Two parameters with an optimizer each, one GradScaler. In the second of three windows the gradient of the "
+         "second parameter overflows: neither may step, and the scale halves once."),
+    Case("ramp", "changed window length", ((2,), (2,), (2,), (4,), (4,)),
+         "Within an epoch: three windows of two micro-batches, then two of four."),
+    Case("clip", "contrastive, learned temperature", ((2, 2),), kind="clip", about=
+         "CLIP's loss, both ways, with a learned temperature, on two ranks with two micro-batches of 4 pairs each."),
+)}
+# fmt: on
 
 
 class Net(nn.Module):

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
 import torch
+import wrappers
 
 from .cases import Batch
 from .task import WEIGHTS, Library, Outcome, Seen, Task
 
 
 def engine_of(task: Task, stage: int) -> Any:
-    os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(task.world), "LOCAL_RANK": str(task.rank)})
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it is compiled first
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": max(task.case.lengths[0]),
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-    optimizer = task.sgd()
-    engine, *_ = deepspeed.initialize(model=task.net, optimizer=optimizer, config=config)
-    return engine
+    steps = max(task.case.lengths[0])
+    config = wrappers.zero_config(stage, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=steps)
+    return wrappers.deepspeed(task.net, task.sgd(), config)[0]
 
 
 def epoch(task: Task, engine: Any, batches: list[Batch]) -> Seen:
