@@ -93,7 +93,7 @@ def _judge(seen: Seen) -> Verdict:
             return each._replace(notes=[notes[-1], *each.notes])
         alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
         return each._replace(unjudged=[alone_from, *each.unjudged])
-    doubts = weigh(run, Verdict(faults, notes, unjudged, {}))
+    doubts = weigh(run, Verdict(faults, notes, unjudged, {}))  # which adds to these lists
     faults += _traffic(seen, updates) + _events(seen, updates, notes) + (apart or [])
     kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)

@@ -55,7 +55,10 @@ class Part:
 
 @dataclass
 class Run:
-    """The updates of ranks that train the same parameters, with their parts by optimizer."""
+    """The updates of ranks that train the same parameters, with their parts by optimizer.
+
+    `sums` is the weight of all criterions of an update together, by rank.
+    """
 
     updates: Updates
     reckoned: Mapping[Key, Reckoning]
@@ -75,19 +78,13 @@ class Run:
             rooted, counting = {part.site for part in parts if part.is_rooted}, _multiplied_by_counts(parts)
             parts = [replace(part, is_rooted=part.site in rooted) for part in parts]
             self.parts[place] = [_without_multipliers(part) if part.site in counting else part for part in parts]
-
-    def sums(self, place: int, index: int) -> dict[int, float]:
-        """The weight of all criterions of an update together, by rank."""
-        sums: dict[int, float] = defaultdict(float)
-        for part in self.parts[place]:
-            if part.index == index and not part.is_own:
-                sums[part.rank] += part.total
-        return sums
+        self.sums: dict[Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        for place, part in ((place, part) for place, parts in self.parts.items() for part in parts if not part.is_own):
+            self.sums[place, part.index][part.rank] += part.total
 
     def is_one_mean(self, factors: Mapping[Key, Sequence[float]]) -> bool:
         """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
-        sums = [(self.sums(*key), factors[key]) for key in self.updates if key in factors]
-        sums = [(by_rank, of_ranks) for by_rank, of_ranks in sums if by_rank]
+        sums = [(by_rank, factors[key]) for key, by_rank in self.sums.items() if key in factors]
         totals = [sum(by_rank[rank] * of_ranks[rank] for rank in by_rank) for by_rank, of_ranks in sums]
         return bool(totals) and all(is_equal(total, 1.0) for total in totals)
 
@@ -123,6 +120,7 @@ class Criterion:
         for part in self.parts:
             self.updates[part.index].append(part)
         (self.where, self.name, _), self.is_sum = self.parts[0].site, self.parts[0].term["reduction"] not in MEANS
+        self.sites = {part.site for part in self.parts}
         self.is_own, self.is_rooted = self.name == OWN, any(part.is_rooted for part in self.parts)
         reckoned = ((index, run.reckoned.get((place, index))) for index in self.updates)
         self.factors = {index: of.factor for index, of in reckoned if of is not None and of.factor is not None}
@@ -151,7 +149,7 @@ class Criterion:
         if before is not None:
             (loader, now, _), (old_loader, then, _) = (of[0]["backwards"][-1]["batch"] for of in (ranks, before))
             num_drawn = (now - then) * (loader == old_loader)
-        is_unused = any(update["unused"].get(part.site) for update in ranks for part in self.parts)
+        is_unused = any(update["unused"].get(site) for update in ranks for site in self.sites)
         has_changed = any(update["changed"] for update in ranks) and index not in self.factors
         return is_unused or has_changed or self.lengths[index] < self.common == num_drawn
 

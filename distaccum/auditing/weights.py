@@ -147,13 +147,13 @@ def _lines(criterion: Criterion, index: int | None = None) -> str:
     divisions = [line for how, value, line in (paths or [()])[0] if how == "div" and line and value != 1]
     named = [("division", line) for line in divisions] + [("backward", part.line)]
     named += [("also", site) for site in dict.fromkeys(part.site[0] for part in criterion.parts)]
-    path_of, seen, texts = criterion.where.rpartition(":")[0], {part.site[0]}, list[str]()
-    for what, line in named:
-        if line not in seen:
-            seen.add(line)
-            file, _, number = line.rpartition(":")
-            texts.append(f"{what}: line {number}" if file == path_of else f"{what}: {Path(line).name}")
-    return f" ({', '.join(texts)})" * bool(texts)
+    here = part.site[0].rpartition(":")[0] + ":"
+    texts = {
+        line: f"{what}: {line.replace(here, 'line ') if line.startswith(here) else Path(line).name}"
+        for what, line in reversed(named)
+        if line != part.site[0]
+    }
+    return f" ({', '.join(reversed(texts.values()))})" * bool(texts)
 
 
 # From one update to another
@@ -226,7 +226,7 @@ def _level(criterion: Criterion, others: Sequence[Criterion], notes: list[str], 
     most = max(part.each() for part in criterion.parts) * (criterion.factor or 0.0)
     if criterion.is_constant and common > 1 and is_equal(most, 1.0):
         return _undivided(criterion.where, [*criterion.totals.values()])
-    sums = [sum(run.sums(criterion.place, i).values()) / run.num_ranks for i in criterion.usual]
+    sums = [sum(run.sums[criterion.place, i].values()) / run.num_ranks for i in criterion.usual]
     totals = [total * criterion.factors.get(i, 1.0) for i, total in zip(criterion.usual, sums, strict=True)]
     is_mean = is_equal(level, 1.0) or all(is_equal(total, 1.0) for total in totals)  # by itself, or together
     if not level or is_mean or not all(is_equal(criterion.totals[i], level) for i in criterion.usual):
@@ -272,7 +272,7 @@ def _reason(criterion: Criterion, others: Sequence[Criterion]) -> tuple[str, str
     if is_hidden or len({part.rank for part in criterion.parts}) < run.num_ranks:
         return None
     alike = sum(other.place == criterion.place and first in other.updates for other in others)
-    total = sum(run.sums(criterion.place, first).values()) / run.num_ranks * criterion.factors.get(first, factor)
+    total = sum(run.sums[criterion.place, first].values()) / run.num_ranks * criterion.factors.get(first, factor)
     is_part = not is_equal(total, level * alike) or any(
         part.addends in (criterion.common, run.num_ranks) for part in criterion.parts
     )
