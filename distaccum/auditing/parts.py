@@ -44,7 +44,7 @@ class Part:
 
     @property
     def accumulated(self) -> float:
-        """What accumulation did: the weight without what the script intends."""
+        """The weight without what the script intends: what accumulation did."""
         return self.total / (self.intent or 1.0)
 
     def each(self, units: str = "count", of_script: bool = True) -> float:
@@ -125,7 +125,7 @@ class Criterion:
         reckoned = ((index, run.reckoned.get((place, index))) for index in self.updates)
         self.factors = {index: of.factor for index, of in reckoned if of is not None and of.factor is not None}
         self.factor = statistics.median(self.factors.values()) if self.factors else None
-        self.lengths = _lengths(self.updates)
+        self.lengths = _micro_batches(self.updates)
         self.common = Counter(self.lengths.values()).most_common(1)[0][0]
         self.usual = [index for index, length in self.lengths.items() if length == self.common]
         shares = {index: self.factors.get(index, self.factor or 1.0) / run.num_ranks for index in self.updates}
@@ -234,7 +234,7 @@ def _multiplied_by_counts(parts: Sequence[Part]) -> set[tuple[str, str, str]]:
     }
 
 
-def _lengths(updates: Mapping[int, Sequence[Part]]) -> dict[int, int]:
+def _micro_batches(updates: Mapping[int, Sequence[Part]]) -> dict[int, int]:
     of_each = {}
     for by_backward in (True, False):
         for index, parts in updates.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,24 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
                 )
             )
     return [*own.values()]
+
+
+@final
+class Stacks:
+    """Lets nodes of the graph keep the stack that made them, by which the line of a division is known."""
+
+    def __init__(self) -> None:
+        self._is_kept = False
+
+    def keep(self) -> None:
+        if not torch.is_anomaly_enabled():  # by the script
+            torch.autograd.set_detect_anomaly(True, check_nan=False)
+            self._is_kept = True
+
+    def stop(self) -> None:
+        if self._is_kept:
+            torch.autograd.set_detect_anomaly(False)
+            self._is_kept = False
 
 
 def source_of(iterator: Any) -> int:

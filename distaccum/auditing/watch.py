@@ -58,7 +58,7 @@ class Watch:
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.modes = Modes(self.notes)
         self._num = 0  # updates so far
-        self._is_tracing = False
+        self._stacks = private.Stacks()
         self._current: Backward | None = None
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
@@ -89,7 +89,7 @@ class Watch:
             *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
             *((owner, name, self._clip) for owner, name in clips),
             (Optimizer, "add_param_group", self._add_group),
-            (warnings, "showwarning", self._warn),
+            (warnings, "showwarning", _warn),
             (LRScheduler, "step", self._schedule),
             (torch.autograd, "grad", self._grad),
             (Window, "backward", self._weigh),
@@ -106,7 +106,7 @@ class Watch:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self.ledger.disarm)
-            stack.callback(self._stop_tracing)
+            stack.callback(self._stacks.stop)
             gc.collect()  # so that ranks know the same optimizers
             for older in gc.get_objects():
                 if issubclass(type(older), Optimizer) and "optimizer" not in vars(older):  # no wrapper, as Accelerate's
@@ -122,10 +122,8 @@ class Watch:
         self._heard.append(term)
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
-        if self._num < AFTER_EACH and not torch.is_anomaly_enabled():
-            # Until its backward, nodes keep the stack that made them: so the line of a division is known.
-            torch.autograd.set_detect_anomaly(True, check_nan=False)
-            self._is_tracing = True
+        if self._num < AFTER_EACH:
+            self._stacks.keep()
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
     def _see_fused(self, node: Any, divisors: Any) -> None:
@@ -156,7 +154,7 @@ class Watch:
             self._expected = None
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
-        self._stop_tracing()
+        self._stacks.stop()
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
         made, num = Backward(where()[0], self.loaders.batch()), self._num
@@ -194,11 +192,6 @@ class Watch:
             if one.place in touched or not (touched or (one.is_seen and made.received is not None)):
                 one.add(made, KEPT)
         return result
-
-    def _stop_tracing(self) -> None:
-        if self._is_tracing:
-            torch.autograd.set_detect_anomaly(False)
-            self._is_tracing = False
 
     def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
         """Receives nothing from a graph within a backward, as of checkpointing, which gives its gradients itself."""
@@ -326,13 +319,6 @@ class Watch:
                 one.note_late("late", where()[0], over)
         return result
 
-    def _warn(self, original: Any, message: Any, category: Any, path: str, line: int, *more: Any) -> None:
-        """Says of a warning that points to one of our wrappers where the script is."""
-        if path.startswith(BENEATH[1]):
-            path, _, number = where()[0].rpartition(":")
-            line = int(number or 0)
-        original(message, category, path, line, *more)
-
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler, self._has_stepped = scaler if scaler.is_enabled() else None, False
 
@@ -361,6 +347,14 @@ class Watch:
 def _plain_event(event: tuple[str, str, int, Any]) -> tuple[str, str, int, Any]:
     kind, line, before, whose = event
     return kind, line, before, float(whose) if kind in ("clip", "late") else whose
+
+
+def _warn(original: Any, message: Any, category: Any, path: str, line: int, *more: Any) -> None:
+    """Says of a warning that points to one of our wrappers where the script is."""
+    if path.startswith(BENEATH[1]):
+        path, _, number = where()[0].rpartition(":")
+        line = int(number or 0)
+    original(message, category, path, line, *more)
 
 
 def is_linear(optimizer: Any) -> bool:
