@@ -101,10 +101,6 @@ class Span(NamedTuple):
     least: int
     most: int
 
-    @classmethod
-    def of(cls, number: int) -> Span:
-        return cls(number, number)
-
 
 class Reports(NamedTuple):
     """The report of a rank on its part of a window, or of any number of ranks together.

@@ -209,11 +209,11 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
     # With `ahead`, the window at work will leave one.
     has_stand_in = job.substitute is not None or (ahead and engine.lockstep)
     report = Reports(
-        update=Span.of(index),
-        steps=Span.of(batches.steps),
-        agrees=Span.of(mode.agrees),
-        num_counted=Span.of(len(micros)),
-        stranded=NOBODY if micros or has_stand_in else Span.of(peers.rank),
+        update=Span(index, index),
+        steps=Span(batches.steps, batches.steps),
+        agrees=Span(mode.agrees, mode.agrees),
+        num_counted=Span(len(micros), len(micros)),
+        stranded=NOBODY if micros or has_stand_in else Span(peers.rank, peers.rank),
         has_more=not batches.no_more_after,
         lacks_terms=len(full) != len(micros),
         lacks_terms_in_last=bool(micros) and (not full or full[-1] is not micros[-1]),

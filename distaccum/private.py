@@ -26,7 +26,7 @@ NAMES = (
     ("torch.Tensor._version", "tells whether a tensor was written to", "2.9", "only a new tensor is noticed"),
     ("torch.Tensor._base", "tells views, as of DDP's buckets", "2.9", "no loader's memory is watched"),
     ("torch.distributed.ProcessGroup._device_types", "a group's timeout", "2.9", "torch's default timeout"),
-    ("torch.distributed.ProcessGroup._get_backend", "a group's timeout", "2.9", "torch's default timeout"),
+    ("torch.distributed.ProcessGroup._get_backend", "messages without dispatch, timeouts", "2.9", "with dispatch"),
     ("torch._C._distributed_c10d.Backend.Options._timeout", "a group's timeout", "2.9", "torch's default timeout"),
     ("torch.distributed.distributed_c10d._world", "the number of the caller's next group", "2.9", "refused"),
     ("torch.distributed.distributed_c10d._get_default_store", "who is missing, and why", "2.9", "errors name no rank"),
@@ -48,6 +48,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         if isinstance(timeout := getattr(options, "_timeout", None), timedelta):
             return timeout
     return None
+
+
+def host_backend(group: dist.ProcessGroup) -> Any:
+    """The group's gloo, which sends without torch's dispatcher; the group itself if torch has no such name."""
+    return group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
 
 
 def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:

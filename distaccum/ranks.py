@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .law import NUM_LARGEST, DistaccumError, LostRanksError, Reports, Span, refuse_to_differ
-from .private import new_group, timeout_of
+from .private import host_backend, new_group, timeout_of
 from .text import in_short
 
 # Errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
@@ -107,7 +107,7 @@ class Peers:
         plan of any kind, by any Accumulator on these ranks: then all read the same reports in the same order.
         """
         self._collect_promised()
-        promise = Promise(last.update.least + 1, last._replace(update=Span.of(ABANDONED)))
+        promise = Promise(last.update.least + 1, last._replace(update=Span(ABANDONED, ABANDONED)))
         if self._plans is not None:
             self._plans.promise = promise
         return promise
@@ -247,8 +247,8 @@ class Tree:
         self.size = 1 if self.num <= FLAT else math.isqrt(self.num - 1) + 1  # of a block
         first = place - place % self.size
         block = ranks[first : first + self.size]
-        self.block: Any = own_group(group, block, use=use) if len(block) > 1 else None
-        self.firsts: Any = own_group(group, ranks[:: self.size], use=use) if place == first else None
+        self.block: Any = host_backend(own_group(group, block, use=use)) if len(block) > 1 else None
+        self.firsts: Any = host_backend(own_group(group, ranks[:: self.size], use=use)) if place == first else None
         self.promise: Promise | None = None
         self.pending: list[Sent] = []
         _PENDING.append(self.pending)

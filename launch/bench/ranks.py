@@ -21,7 +21,7 @@ from kit import CPU, Options, circumstances, header, in_ranks, table, write
 from distaccum.law import NOBODY, NUM_COLUMNS, NUM_LARGEST, Plan, Reports, Span
 from distaccum.ranks import FLAT, Peers
 
-REPORT = Reports(*map(Span.of, (0, 2, False, 2)), NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
+REPORT = Reports(*[Span(n, n) for n in (0, 2, 0, 2)], NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
 BYTES = 8 * (NUM_COLUMNS + 1)  # of a row with one denominator
 MODELLED = [128, 512, 1024, 4096, 16384]
 

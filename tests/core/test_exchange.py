@@ -23,7 +23,7 @@ from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating
 
 flags, numbers = st.booleans(), st.integers(0, 2**31)
-spans = st.builds(Span.of, numbers)
+spans = numbers.map(lambda number: Span(number, number))
 totals = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
 reports = st.builds(
     Reports, *[spans] * 4, st.just(NOBODY), *[flags] * 6, *[numbers] * 4, st.just(0), st.just(0), totals=totals
@@ -39,7 +39,7 @@ def merged(rows: list[list[float]]) -> list[float]:
 def test_merged_reports_are_a_report_however_they_are_grouped(drawn, size):
     given = [report._replace(num_micro_batches=report.num_counted.most) for report, _ in drawn]
     stranded = [rank for rank, (_, is_stranded) in enumerate(drawn) if is_stranded]
-    given = [one._replace(stranded=Span.of(rank)) if rank in stranded else one for rank, one in enumerate(given)]
+    given = [one._replace(stranded=Span(rank, rank)) if rank in stranded else one for rank, one in enumerate(given)]
     rows = [report.to_row() for report in given]
     assert [*map(Reports.from_row, rows)] == given
     whole = Reports.from_row(merged(rows))
@@ -58,7 +58,7 @@ def test_merged_reports_are_a_report_however_they_are_grouped(drawn, size):
 
 
 def test_plan_of_thousands_of_reports_costs_as_much_as_of_one():
-    report = Reports(*map(Span.of, (7, 2, False, 2)), NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
+    report = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
     rows = torch.tensor([report.to_row()] * 4096, dtype=torch.float64)
     row = [*rows[:, :NUM_LARGEST].amax(0).tolist(), *rows[:, NUM_LARGEST:].sum(0).tolist()]
     times = []
@@ -140,7 +140,7 @@ from distaccum.law import NOBODY, Reports, Span
 from distaccum.ranks import Peers
 
 SECONDS = 6
-REPORT = Reports(*map(Span.of, (7, 2, False, 2)), NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
+REPORT = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
 
 
 def train(rank, num, lost, folder):

@@ -177,7 +177,7 @@ def test_next_plan_is_posted_before_the_last_forward():
                 window.backward(model(x).sum())
         sent.append([kind for kind, _ in count.collectives if kind != "broadcast_"])
         window.step()
-    ahead = ["forward", "forward", "allgather_", "forward", "allreduce_"]
+    ahead = ["forward", "forward", "exchange", "forward", "allreduce_"]
     assert sent[:2] == [ahead, ahead]  # the third learns in its first micro-step that there is no fourth
 
 

@@ -45,9 +45,7 @@ def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for name, size in collectives:
         kind = (
-            "small"
-            if size <= 16 or name == "allgather_"
-            else name.strip("_").replace("_base", "").replace("_single", "")
+            "small" if size <= 16 or name == "exchange" else name.strip("_").replace("_base", "").replace("_single", "")
         )
         kinds[kind] = kinds.get(kind, 0) + 1
     return kinds
@@ -80,7 +78,7 @@ def test_policies_send_the_expected_collectives(sync, world):
                 seen.append(tally(count.take()))
             window.step()
             seen.append(tally(count.take()))
-    assert plan == ["allgather_"]
+    assert plan == ["exchange"]
     assert seen == COSTS[sync, world]
 
 

@@ -47,12 +47,12 @@ HAVE = {
     "window.py": 435,
     "planning.py": 280,
     "batch.py": 345,
-    "law.py": 215,
-    "losses.py": 265,
+    "law.py": 210,
+    "losses.py": 270,
     "scaling.py": 80,
     "guard.py": 255,
     "ranks.py": 420,
-    "private.py": 195,
+    "private.py": 200,
     "job.py": 285,
     "norms.py": 55,
     "engines/": 1565,
@@ -64,9 +64,9 @@ HAVE = {
     "runs/": 1335,
     "trainers/": 540,
     "tools/": 570,
-    "auditing/": 2870,
-    "tests": 14715,
-    "launch": 6200,
+    "auditing/": 2880,
+    "tests": 14695,
+    "launch": 6115,
 }
 # Further below its number than this, a file gets a smaller one.
 SLACK = 15

@@ -375,7 +375,7 @@ def test_update_adds_one_small_collective():
             accumulator.update({"x": x}, partial(loss_of, model)).loss  # noqa: B018
             names = [name for name, _ in counting.take()]
         num_gathered = exchanges + (i == 0)  # the first plan compares ranks
-        assert (names.count("allgather_"), sum("allreduce" in name for name in names)) == (num_gathered, 1)
+        assert (names.count("exchange"), sum("allreduce" in name for name in names)) == (num_gathered, 1)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Counts the dispatcher's operations: collectives, and values read on the host."""
+"""Counts collectives, the library's own exchanges through the host, and values read on the host."""
 
 from collections import Counter
 from typing import Any
@@ -6,17 +6,36 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distaccum.ranks import Tree
+
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # functional collectives that send nothing
 HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero"}
 
 
 class Counting(TorchDispatchMode):
-    """Also counts collectives that C++ starts, as DDP's reducer does; patching torch.distributed would miss them."""
+    """Also counts collectives that C++ starts, as DDP's reducer does; patching torch.distributed would miss them.
+
+    The library's own exchanges pass by torch's dispatcher; each counts as one "exchange", with the size of its row.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[tuple[str, int]] = []  # name, and number of elements
         self.host_reads: Counter[str] = Counter()
+
+    def __enter__(self) -> "Counting":
+        self._post = post = Tree.post
+
+        def counted(tree: Tree, row: Any, *given: Any) -> Any:
+            self.collectives.append(("exchange", len(row)))
+            return post(tree, row, *given)
+
+        Tree.post = counted  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Tree.post = self._post  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "from_local") for kind in types):
