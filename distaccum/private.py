@@ -25,6 +25,7 @@ NAMES = (
     ("torch.autograd.graph._engine_run_backward", "a backward without checks of shapes", "2.9", "the public call"),
     ("torch.Tensor._version", "tells whether a tensor was written to", "2.9", "only a new tensor is noticed"),
     ("torch.Tensor._base", "tells views, as of DDP's buckets", "2.9", "no loader's memory is watched"),
+    ("torch.optim.Optimizer._optimizer_step_pre_hooks", "knows whether our hook is last", "2.9", "made anew"),
     ("torch.distributed.ProcessGroup._device_types", "a group's timeout", "2.9", "torch's default timeout"),
     ("torch.distributed.ProcessGroup._get_backend", "messages without dispatch, timeouts", "2.9", "with dispatch"),
     ("torch._C._distributed_c10d.Backend.Options._timeout", "a group's timeout", "2.9", "torch's default timeout"),
@@ -52,7 +53,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 def host_backend(group: dist.ProcessGroup) -> Any:
     """The group's gloo, which sends without torch's dispatcher; the group itself if torch has no such name."""
-    return group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
+    backend_of: Callable[[Any], Any] = getattr(group, "_get_backend", lambda _: group)
+    return backend_of(torch.device("cpu"))
 
 
 def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:

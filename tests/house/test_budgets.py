@@ -65,7 +65,7 @@ HAVE = {
     "trainers/": 540,
     "tools/": 570,
     "auditing/": 2880,
-    "tests": 14695,
+    "tests": 14725,
     "launch": 6115,
 }
 # Further below its number than this, a file gets a smaller one.
