@@ -93,7 +93,7 @@ def main() -> None:
         "A plan on many ranks",
         about,
         "Reports are merged on the way up a tree of blocks of about the square root of the ranks, and one row comes "
-        f"down; up to {FLAT} ranks gather theirs. The ring gathers every rank's row on every rank, and reads it.",
+        f"down; up to {FLAT} ranks send theirs to each other. The ring gathers all rows on every rank, and reads them.",
         f"Measured: milliseconds of a plan, {options.rounds} in a row: elapsed, of the processor on all ranks, and "
         "on the busiest one. More ranks than cores take turns.",
     )
