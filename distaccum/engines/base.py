@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..adapter import Prepared
 from ..law import DistaccumError, Plan
 from ..norms import HALF, local, multiply, number_of, unique, widest
-from ..private import run_backward
+from ..private import norms_of, run_backward
 from ..ranks import Peers
 
 Sync = Literal["last", "every", "replicas", "gathered"]
@@ -99,7 +99,7 @@ class Gradient:
             )
         gradients = self._gradients()
         if self.known is None and not (self._cuts or self._stages) and gradients and all(map(_is_here, gradients)):
-            norm = math.hypot(*map(number_of, map(vector_norm, gradients)))
+            norm = math.hypot(*map(number_of, norms_of(gradients, 2.0)))
         else:
             norm = float(number_of(self.take()))  # type: ignore[arg-type]  # it is a tensor
         if math.isfinite(norm) or self.parameters is None:
