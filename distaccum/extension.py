@@ -48,9 +48,10 @@ class Extension:
         """Called after the loop over the `window`, before the library reduces whatever no backward has reduced."""
 
     def numbers(self, window: Window) -> Tensor | None:
-        """Numbers of the `window` for the ranks to add up with the losses: a 1-D tensor of one length on all ranks.
+        """Numbers of the `window` for the ranks to add up with the losses: a tensor of one length on all ranks.
 
-        Called when gradients are final, still multiplied by a scaler's scale. `update.summed(key)` is their sum.
+        Called when gradients are final, still multiplied by a scaler's scale. `update.summed(key)` is their sum. Leave
+        out what a rank did while it stood in (`window.stand_in`).
         """
         return None
 
@@ -58,7 +59,8 @@ class Extension:
         """Says why not to step the `window`, the same on all ranks, or None; called before clipping.
 
         The `gradient` has a `norm`, a float, and is `finite` or not: the whole one, on any engine, unscaled. One that
-        is not comes here only with `on_nonfinite="ignore"`. Read them on all ranks or on none.
+        is not comes here only with `on_nonfinite="ignore"`. Read them on all ranks or on none. The first reason of an
+        extension skips, so the next ones are not asked; learn in `end`, which knows whether the update was stepped.
         """
         return None
 
@@ -88,7 +90,7 @@ def join_all(extensions: Sequence[Extension], job: Job) -> None:
     """Makes the extensions take part in the windows of `job`, or raises."""
     if not isinstance(extensions, list | tuple) or not all(isinstance(one, Extension) for one in extensions):
         raise TypeError(f"extensions={extensions!r}, expected a list of distaccum.Extension, as [NoiseScale()]")
-    keys = [one.key for one in extensions if one.key]
+    keys = [one.key for one in extensions if one.key or type(one).numbers is not Extension.numbers]
     if len(set(keys)) < len(keys) or KEYS.intersection(keys):
         raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")
     # A state's random numbers are the first extension of each accumulator.

@@ -67,16 +67,20 @@ class Update:
         """The gradient's norm, if the step took it (to clip, or to see whether it is finite); reads nothing."""
         return self._record and self._record.norm
 
+    @cached_property
+    def _sums(self) -> Mapping[str, Tensor]:
+        if self._record is None:
+            return {}
+        self._record.wait()
+        return self._record.sums
+
     def summed(self, key: str) -> Tensor | None:
         """Waits for the sum of an extension's `numbers` over the ranks, and returns it; None if there were none.
 
         Args:
             key: The extension's `key`.
         """
-        if self._record is None:
-            return None
-        self._record.wait()
-        return self._record.sums.get(key)
+        return self._sums.get(key)
 
     def as_dict(self) -> dict[str, Any]:
         """All public fields as plain numbers, strings and dicts, as for a log line. Reads what is on the device."""
@@ -85,7 +89,7 @@ class Update:
 
     def __getstate__(self) -> dict[str, Any]:
         """Reads the numbers first, because a reduction in flight cannot be pickled."""
-        read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale")}
+        read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale", "_sums")}
         return {**self.__dict__, **read, "_record": None}
 
     def __repr__(self) -> str:

@@ -52,6 +52,11 @@ class Judge(Extension):
         return None
 
 
+class Nameless(Extension):
+    def numbers(self, window):
+        return 1
+
+
 class Blind(Extension):
     def judge(self, window):
         return None
@@ -92,6 +97,7 @@ optimizer=[sgd, sgd] | ValueError: optimizer holds the same SGD twice, which wou
 scheduler=[lr_scheduler.StepLR(sgd, 1)] * 2 | ValueError: scheduler holds the same StepLR twice, which would ...
 extensions=[Judge] | TypeError: ... expected a list of distaccum.Extension...
 extensions=[Judge(), Judge()] | ValueError: ... expected each once...
+extensions=[Nameless(), Nameless()] | ValueError: ... expected each once...
 extensions=[Judge()], optimizer=None | ValueError: ...Judge.judge skips where the library steps...
 extensions=[Blind()] | TypeError: Blind.judge(window) cannot be ... expected judge(self, window, gradient)...
 """

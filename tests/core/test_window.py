@@ -342,8 +342,15 @@ def test_finished_micro_batches_and_losses_are_freed():
         del micro_batch, loss
 
 
+class Three(Extension):
+    key = "three"
+
+    def numbers(self, window):
+        return 3
+
+
 def test_copy_in_mid_window_is_refused():
-    model, _, accumulator = make(max_norm=math.inf)
+    model, _, accumulator = make(max_norm=math.inf, extensions=[Three()])
     window = accumulator.window(BATCHES)
     for batch in window:
         for copied in (copy.deepcopy, copy.copy, pickle.dumps):
@@ -356,6 +363,7 @@ def test_copy_in_mid_window_is_refused():
     update = window.step()
     for copied in (copy.deepcopy(update), pickle.loads(pickle.dumps(update))):
         assert copied.as_dict() == update.as_dict() and repr(copied) == repr(update)
+        assert copied.summed("three").tolist() == [3.0]
     twin, other = copy.deepcopy((model, accumulator))
     assert run_window(other.window(BATCHES), twin).step().index == 1 and accumulator.index == 1
 

@@ -19,7 +19,7 @@ from tests.support.oracle import everything, own, step_off
 from tests.support.problems import make_net, make_net_without_router
 from tests.support.programs import ROOT
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, refused
+from tests.support.windows import accumulating, refused, weights
 
 
 def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
@@ -93,7 +93,7 @@ class Summing(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.frozen = module, nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
@@ -106,9 +106,15 @@ exec(re.search(r"^```python run=no\n(.*?)^```", (ROOT / "docs/how.md").read_text
 @on_ranks(2)
 def test_engine_from_outside_the_package_is_exact():
     model, accumulator = accumulating(Summing(make_net_without_router()), 1.0, max_norm=100.0)
+    unmoved: list[bool] = []
+    looks = {
+        "read": lambda model: weights(model.module),
+        "between": lambda: unmoved.append(model.frozen.grad is None),  # or weight decay would move it
+    }
     for index, layout in enumerate([[[2, 1], [3]], [[4], []]]):
-        window = accumulator.window(own(layout, index))
-        assert max(step_off(model, window, make_net_without_router(), everything(layout, index))) <= 1e-12
+        window, whole = accumulator.window(own(layout, index)), everything(layout, index)
+        assert max(step_off(model, window, make_net_without_router(), whole, **looks)) <= 1e-12
+    assert unmoved == [True] * 2
 
 
 class Averaging(DistributedDataParallel):
