@@ -29,7 +29,7 @@ from ..law import DistaccumError, Reduction
 from ..private import replaced
 from ..scaling import forget
 from ..update import Update
-from ..wrappers.private.accelerate import leave_out_step, note_step
+from ..wrappers.private import leave_out_step, note_step
 from .late import LateWindow
 
 ELSEWHERE = {  # options of an Accumulator, and the Trainer's arguments for them

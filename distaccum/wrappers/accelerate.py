@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import add, mul
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
@@ -25,7 +26,7 @@ from ..adapter import Adapter, Prepared, RunBackward
 from ..law import DistaccumError
 from ..private import replaced
 from ..text import warn
-from .private.accelerate import NOWHERE, note_step
+from .private import NOWHERE, note_step
 
 
 @final
@@ -90,11 +91,10 @@ class Accelerated(Adapter):
         return not isinstance(loader, DataLoaderAdapter) or bool(loader.use_stateful_dataloader)
 
     def _run_backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        loss, seed = losses[0], seeds[0]
-        if len(losses) > 1:
-            loss = torch.stack([one * weight for one, weight in zip(losses, seeds, strict=True)]).sum()
-            seed = torch.ones_like(loss)
-        self._accelerator.backward(loss, gradient=seed)
+        if len(losses) == 1:
+            self._accelerator.backward(losses[0], gradient=seeds[0])
+        else:
+            self._accelerator.backward(reduce(add, map(mul, losses, seeds)))
 
 
 @final
@@ -108,10 +108,8 @@ class _AtWork:
     def end_of_dataloader(self) -> bool:
         return self._loader.end_of_dataloader and self._is_last()
 
-    @property
-    def remainder(self) -> int:
-        remainder: int = self._loader.remainder
-        return remainder
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:

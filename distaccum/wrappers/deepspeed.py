@@ -15,10 +15,12 @@ communicate in each micro-step, ranks with fewer micro-batches stand in.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from operator import add, mul
 from typing import Any, Literal, final
 
 import torch
@@ -31,7 +33,7 @@ from ..engines.base import OVERFLOW, Engine, Gradient, Groups, Sync, refuse_left
 from ..law import DistaccumError, Plan
 from ..private import replaced
 from ..text import ranks_where, shorten, warn
-from .private import deepspeed as private
+from . import private
 
 # How backwards are kept from reducing.
 Form = Literal["no_sync", "coalesced", "each"]
@@ -43,25 +45,22 @@ class DeepSpeedEngine(Engine):
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
-        deepspeed = sys.modules.get("deepspeed")
-        kind = getattr(deepspeed, "DeepSpeedEngine", None)
-        return kind is not None and isinstance(module, kind)
+        return isinstance(module, getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ()))
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         engines = [module for model in models for module in model.modules() if self.wraps(module)]
         if len(engines) > 1:
             raise ValueError("several DeepSpeed engines in one Accumulator, expected one; give each its own")
         engine: Any = engines[0]
-        self._deepspeed = engine
+        self._deepspeed, self._optimizer = engine, engine.optimizer
         self._stage = int(engine.zero_optimization_stage())
-        self._optimizer: Any = engine.optimizer
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         _refuse_what_cannot_accumulate(engine, models)
         self._form = _choose_form(engine, sync, self._is_managed)
         # Optimizer states, and the gradients that they are stepped with, are on the host.
         self._offloads = any(getattr(self._optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
-        finalizes = hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
-        if self._form == "each" and self._offloads and not finalizes:
+        loses = self._offloads and not hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
+        if self._form == "each" and loses:
             raise ValueError(
                 f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, where DeepSpeed "
                 "before 0.19.4 loses gradients; use sync='last', or leave offload_optimizer out"
@@ -69,14 +68,13 @@ class DeepSpeedEngine(Engine):
         if self._stage < 2:
             self.policies = ("last",)
         super().__init__(models, sync, engine.data_parallel_group or dist.group.WORLD)
-        if not engine.gradient_average:
-            # Its config says "gradient_allreduce_op": "sum".
-            self.divisor = 1
+        # Its config may say "gradient_allreduce_op": "sum".
+        self.divisor = self.divisor if engine.gradient_average else 1
         self.lockstep = self._stage == 3 or self._form == "each"
         self.owns = frozenset(("step", "sums", "stages", "dtype", *(("parameters",) if self._stage == 3 else ())))
         # DeepSpeed's own optimizers check the gradient, skip non-finite ones, and keep the norm.
         self._scales = engine.fp16_enabled()
-        self._judges = self._scales or not isinstance(engine.optimizer, Optimizer)
+        self._judges = self._scales or not isinstance(self._optimizer, Optimizer)
         self.run_backward = lambda losses, _: engine.backward(losses[0])
         self._context = ExitStack()
         # It holds gradients of a window that was not stepped.
@@ -107,24 +105,17 @@ class DeepSpeedEngine(Engine):
                 f"DeepSpeed clips at {clips:g} (1.0 where its config does not say) and max_norm={max_norm}; put "
                 f'"gradient_clipping": {wanted:g} into its config, or pass max_norm={clips or None}'
             )
-        if (
-            self._judges
-            and not self._scales
-            and on_nonfinite != "ignore"
-            and (is_blind := private.why_blind(self._optimizer)) is not None
-        ):
+        why_blind = private.why_blind(self._optimizer) if self._judges and not self._scales else None
+        if why_blind is not None and on_nonfinite != "ignore":
             raise ValueError(
                 f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite "
-                f"{is_blind}, or say 'ignore'"
+                f"{why_blind}, or say 'ignore'"
             )
-        # The engine steps, and its schedule too.
         given.optimizers = []
         given.schedulers = [one for one in given.schedulers if one is not self._deepspeed.lr_scheduler]
 
     def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
         return [(self.peers.group,) if self._stage == 3 and self.peers.group else ()] * len(parameters)
-
-    # A window
 
     def check(self, plan: Plan) -> None:
         super().check(plan)
@@ -154,7 +145,6 @@ class DeepSpeedEngine(Engine):
             self._context.enter_context(self._deepspeed.coalesce_grad_reduction())
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        engine = self._deepspeed
         if self._form == "each" and self._stage == 3:
             # Each forward changes it.
             step_id = self._optimizer.micro_step_id
@@ -165,15 +155,14 @@ class DeepSpeedEngine(Engine):
                 )
             self._step_id = step_id
         # engine.backward takes no seed.
-        weighted = [loss * seed for loss, seed in zip(losses, seeds, strict=True)]
-        loss: Any = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        loss = functools.reduce(add, map(mul, losses, seeds))
         if self._form == "each":
             if self._is_managed:
-                engine.set_gradient_accumulation_boundary(reduce and not self._offloads)
+                self._deepspeed.set_gradient_accumulation_boundary(reduce and not self._offloads)
             if self._stage == 2 and self.peers.num_ranks > 1:
                 # The hook runs in backward, before anything is reduced.
                 loss.register_hook(self._refuse_another_use)
-        with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
+        with self._deepspeed.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
             self.run_backward([loss], [])
 
     def grad_leaves(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
@@ -189,15 +178,13 @@ class DeepSpeedEngine(Engine):
         named = self._deepspeed.module.named_parameters()
         unused = {name for name, p in named if p.requires_grad and not private.is_reached(p)}
         by_rank = self.peers.gather_objects(unused)
-        differ = sorted(set.union(*by_rank) - set.intersection(*by_rank))
-        if not differ:
-            return
-        without = ranks_where([differ[0] in names for names in by_rank])
-        raise DistaccumError(
-            f"rank {without} does not use {differ[0]} in this micro-batch and another rank does (of "
-            f"{shorten(differ)}), and ZeRO stage 2 reduces in each micro-step the gradients of a rank's own backward; "
-            "use the same modules on all ranks" + (", or sync='last'" if self.sync == "every" else "")
-        )
+        if differ := sorted(set.union(*by_rank) - set.intersection(*by_rank)):
+            without = ranks_where([differ[0] in names for names in by_rank])
+            raise DistaccumError(
+                f"rank {without} does not use {differ[0]} in this micro-batch and another rank does (of "
+                f"{shorten(differ)}), and ZeRO stage 2 reduces in each micro-step the gradients of a rank's own "
+                "backward; use the same modules on all ranks" + (", or sync='last'" if self.sync == "every" else "")
+            )
 
     def finish(self) -> None:
         if not self.lockstep:

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from ..adapter import Adapter, Prepared, RunBackward
-from .private import fabric as private
+from . import private
 
 # Packages and classes whose own backward and step the library can replace.
 PACKAGES = ("lightning_fabric", "lightning")
@@ -25,11 +25,12 @@ class FromFabric(Adapter):
     """Unwraps the models, optimizers and scaler that Fabric or the Trainer made."""
 
     def unwrap(self, given: Prepared) -> None:
-        models, optimizers = given.models, given.optimizers
-        modules = [module for one in models if isinstance(one, nn.Module) for module in one.modules()]
-        self._modules = [module for module in modules if private.is_module(module)]
-        self._stepped = [one for one in optimizers if private.is_optimizer(one)]
-        self._counted = [one for one in optimizers if private.is_trainers_optimizer(one) and _scaler_of_trainer(one)]
+        class_of = private.class_of
+        modules = [module for one in given.models if isinstance(one, nn.Module) for module in one.modules()]
+        self._modules = [module for module in modules if class_of(module, private.MODULE)]
+        self._stepped = [one for one in given.optimizers if class_of(one, private.OPTIMIZER)]
+        of_trainer = [one for one in given.optimizers if class_of(one, private.TRAINERS_OPTIMIZER)]
+        self._counted = [one for one in of_trainer if _scaler_of_trainer(one)]
         theirs = list(map(_scaler_of_trainer, self._counted))
         for wrapper in (*self._modules, *self._stepped):
             strategy = private.strategy_of(wrapper)
@@ -42,9 +43,9 @@ class FromFabric(Adapter):
                 "an Accumulator for each plugin"
             )
         given.scaler = next(iter(known.values()), None)
-        given.models = [private.wrapped_module(one) if private.is_module(one) else one for one in models]
+        given.models = [private.wrapped_module(one) if class_of(one, private.MODULE) else one for one in given.models]
         own = (*self._stepped, *self._counted)
-        given.optimizers = [one.optimizer if one in own else one for one in optimizers]
+        given.optimizers = [one.optimizer if one in own else one for one in given.optimizers]
 
     def around(self, run_backward: RunBackward) -> RunBackward:
         return private.during_backward(self._modules[0], run_backward) if self._modules else run_backward
@@ -53,7 +54,7 @@ class FromFabric(Adapter):
         """Tells Fabric's optimizers of the step, and makes the Trainer count it in `global_step`."""
         if stepped:
             for wrapper in self._stepped:
-                private.note_fabrics_step(wrapper)
+                private.note_step(wrapper, True)
             for wrapper in self._counted:
                 private.note_trainers_step(wrapper)
 

@@ -20,7 +20,7 @@ from ..engines.base import Engine, Gradient, Groups, Sync, refuse_left_out_terms
 from ..law import Plan
 from ..norms import HALF, names_of
 from ..text import shorten, warn
-from .private import fsdp1 as private
+from . import private
 
 
 @final
@@ -52,7 +52,6 @@ class FSDPEngine(Engine):
                     f"{names_of(self.models)[id(parameter)]} is a DTensor outside of FSDP1, whose norm "
                     "does not count it as a part; use fully_shard, which does"
                 )
-        self._flags: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
 
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
@@ -69,29 +68,22 @@ class FSDPEngine(Engine):
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self._by_hand = averaged(self, self._outside(parameters))
-        self._flags = [private.reduces(wrapper) for wrapper in self._wrappers]
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        private.set_reduces(self._wrappers, [reduce] * len(self._wrappers))
-        self.run_backward(tuple(losses), tuple(seeds))
+        with private.reducing(self._wrappers, reduce):
+            super().backward(losses, seeds, reduce)
 
     def grad_leaves(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         # A write of torch's own cannot be told from the caller's, so those gradients go unwatched.
-        return [handle.flat_param for handle in self._handles if not private.fills_gaps(handle)]
+        return [handle.flat_param for handle in self._handles if not _fills_gaps(handle)]
 
     def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return "which flattens parameters together; use fully_shard"
 
     def finish(self) -> None:
         average(self, self._by_hand)
-        self._release()
-
-    def _release(self) -> None:
-        private.set_reduces(self._wrappers, self._flags)
-        self._flags, self._by_hand = [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._release()
         super().clear(parameters)
         for wrapper in self._wrappers:
             private.free_gathered(wrapper)
@@ -136,3 +128,8 @@ def _adds_up_in(wrapper: Any) -> torch.dtype | None:
 def _managed(handle: Any) -> list[Any]:
     """The tensors of `handle` that the optimizer may hold."""
     return [handle.flat_param, *private.flattened(handle)]
+
+
+def _fills_gaps(handle: Any) -> bool:
+    """Tells whether torch's next forward writes zeros into the flat gradient: for original parameters without one."""
+    return handle.flat_param.grad is not None and any(p.grad is None and p.numel() for p in private.flattened(handle))

@@ -45,7 +45,7 @@ FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
 FOREIGN_ROOMS = (
     "private.py",
     "engines/private/",
-    "wrappers/private/",
+    "wrappers/private.py",
     "meshes/private.py",
     "auditing/private.py",
     "scaling.py",
