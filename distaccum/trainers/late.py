@@ -68,13 +68,11 @@ class LateWindow:
         if self.weighed is None:
             value = widest((loss if value is None else value).detach())
             self._loss = self._loss + (value * weight if number else torch.zeros_like(value))
-            self._count, self._num_counted, self.weighed = (
-                self._count + number,
-                self._num_counted + (number > 0),
-                number,
-            )
+            self._count += number
+            self._num_counted += number > 0
+            self.weighed = number
             if is_last:
-                self._post()
+                self._sum = self._post()
         elif self.weighed != number:
             raise DistaccumError(
                 f"a training step ran backward from losses with counts of {self.weighed:g} and {number:g}, expected "
@@ -82,27 +80,24 @@ class LateWindow:
             )
         return (loss.float() if loss.dtype in HALF else loss) * weight if number else _silenced(loss)
 
-    def _post(self) -> None:
+    def _post(self) -> tuple[Tensor, Any]:
         loss = torch.as_tensor(self._loss)
         values = torch.stack([torch.full_like(loss, self._count), loss])
-        self._sum = values, self.peers.sum(values)
+        return values, self.peers.sum(values)
 
     def divide(self, parameters: Iterable[nn.Parameter]) -> float | None:
         """Makes the gradients of all parameters those of the window; returns its loss, over all ranks.
 
         If nothing counts it returns None and removes the gradients, so that no optimizer moves a weight.
         """
-        if self._sum is None:
-            self._post()
-        assert self._sum is not None
-        values, sending = self._sum
+        values, sending = self._sum or self._post()
         if sending is not None:
             sending.wait()
         total, loss = values.tolist()
-        factor, own = 0.0, unique(parameters)
+        factor, own = 0.0, [parameter for parameter in unique(parameters) if parameter.grad is not None]
         if total:
             factor = share_of("sum" if self._reduction == "sum" else "mean", self._unit, total, self.peers.num_ranks)
-            multiply([parameter.grad for parameter in own if parameter.grad is not None], factor)
+            multiply([parameter.grad for parameter in own], factor)
         else:
             for parameter in own:
                 parameter.grad = None

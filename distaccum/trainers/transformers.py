@@ -15,9 +15,7 @@ from itertools import chain, islice
 from typing import Any, final
 
 import torch
-import transformers
 from accelerate.utils import broadcast_object_list, gather_object
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.loss import loss_utils
@@ -31,13 +29,6 @@ from ..scaling import forget
 from ..update import Update
 from ..wrappers.private import leave_out_step, note_step
 from .late import LateWindow
-
-ELSEWHERE = {  # options of an Accumulator, and the Trainer's arguments for them
-    "steps": "gradient_accumulation_steps",
-    "micro_batch_size": "per_device_train_batch_size",
-    "max_norm": "max_grad_norm",
-}
-OLDEST = "5.4"  # the first whose loop takes its length from set_initial_training_values
 
 
 class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
@@ -59,18 +50,11 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     """
 
     def __init__(self, *args: Any, count: Count | None = None, reduction: Reduction = "mean", **kwargs: Any) -> None:
-        if Version(transformers.__version__) < Version(OLDEST):
-            raise ImportError(f"transformers {transformers.__version__}, expected {OLDEST} or newer; upgrade it")
-        for name, theirs in ELSEWHERE.items():
-            if name in kwargs:
-                value = kwargs[name]
-                raise TypeError(
-                    f"AccumulatingTrainer got {name}={value!r}, expected TrainingArguments({theirs}={value!r})"
-                )
         super().__init__(*args, **kwargs)
         self.update: Update | None = None
         self._accumulation = _Accumulation(self, count, reduction)
-        self.callback_handler.callbacks.insert(0, self._accumulation)  # others find the record of this update
+        # Other callbacks find the record of this update.
+        self.callback_handler.callbacks.insert(0, self._accumulation)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self._accumulation.installed():
@@ -78,15 +62,17 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         """The steps of the longest loader, so that all ranks' loops make equally many updates."""
-        own, error = None, None
+        own = error = None
         try:
             own = super().set_initial_training_values(*args, **kwargs)
-        except ValueError as caught:  # this rank's loader is empty; others may not be
+        except ValueError as caught:
+            # This rank's loader is empty; others may not be.
             error = caught
         values = gather_object([own])
         if error is not None and not any(values):
             raise error
-        lengths = [0 if one is None else one[5] for one in values]  # micro-batches per epoch
+        # The sixth value is the number of micro-batches per epoch.
+        lengths = [0 if of_rank is None else of_rank[5] for of_rank in values]
         longest = lengths.index(max(lengths))
         self._accumulation.begin(lender=longest if 0 in lengths else None)
         return values[longest]
@@ -98,8 +84,10 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         nothing = {getattr(self.model, "main_input_name", "input_ids"): torch.empty(0, dtype=torch.long, device=device)}
         if is_plain and "get_batch_samples" not in vars(self):
             first = list(islice(epoch_iterator, 1))
-            drawn: Any = _Turns(chain(first, epoch_iterator), [nothing] * num_batches)
-        else:  # an override may look at the whole window
+            drawn: Any = _Turns([nothing] * num_batches)
+            drawn.micro_batches = chain(first, epoch_iterator)
+        else:
+            # An override may look at the whole window.
             first = super().get_batch_samples(epoch_iterator, num_batches, device)[0]
             drawn = [*first, *[nothing] * (num_batches - len(first))]
         return (drawn if self._accumulation.goes_on(first) else []), None
@@ -110,14 +98,12 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
 
 class _Turns(list[Any]):
-    """A window's micro-batches, each drawn when the Trainer's loop comes to it; as many as that expects."""
+    """A window's turns; the Trainer's loop draws each micro-batch when it comes to it, and then the list's items."""
 
-    def __init__(self, micro_batches: Iterator[Any], nothing: list[Any]) -> None:
-        super().__init__(nothing)
-        self._micro_batches = micro_batches
+    micro_batches: Iterator[Any]
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(chain(self._micro_batches, super().__iter__()), len(self))
+        return islice(chain(self.micro_batches, super().__iter__()), len(self))
 
 
 @final
@@ -127,8 +113,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
     def __init__(self, trainer: Any, count: Count | None, reduction: Reduction) -> None:
         if count is None and reduction != "mean":
             raise ValueError(f"{reduction=} without count=, expected what its mean is over, as count=count_samples")
-        self._trainer, self._given_count, self._reduction = trainer, count, reduction
-        self._late = LateWindow(reduction, count or self._known_count)  # refuses what it does not know
+        self._trainer, self._given_count = trainer, count
+        self._late = LateWindow(reduction, count or self._known_count)
         self.norm: Any = None
         # In a training step: the inputs that the loss is computed from, and labels kept, by the place of the loss in
         # the graph, for each that transformers' own cross entropy returned. Its loss functions that take
@@ -148,7 +134,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             (self._last,) = broadcast_object_list([first[0] if first else None], from_process=self._lender)
             self._lender = None
         if not peers.is_alone and has_length(trainer.callback_handler.train_dataloader):
-            return True  # the longest rank has some left
+            # The longest rank has some left.
+            return True
         return any(row[0] for row in peers.gather([bool(first)]))
 
     @contextmanager
@@ -156,7 +143,6 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         """Puts itself where losses are computed, counted and run backward."""
         trainer = self._trainer
         _refuse(trainer)
-        self._late = LateWindow(self._reduction, self._given_count or self._known_count)  # of all ranks
         outer, inner = trainer.compute_loss, Trainer.compute_loss
         is_own = getattr(outer, "__func__", None) is inner and trainer.compute_loss_func is None
         self._whose = None if is_own else "compute_loss_func" if trainer.compute_loss_func else "compute_loss"
@@ -206,16 +192,15 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
                 "micro-batch, where the loss gets its weight; call it in place of loss.backward()"
             )
 
-    def _compute_loss(
-        self, compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Notes what a compute_loss is given, in a copy, since it may pop the labels."""
-        if self._inputs is not None:  # not in an evaluation
+        # Not in an evaluation.
+        if self._inputs is not None:
             self._inputs = copy.copy(inputs)
             if "num_items_in_batch" in kwargs or len(args) > 1:
                 items = self._items() if self._whose is not None else None
                 args, kwargs = args[:1], {**kwargs, "num_items_in_batch": items}
-        return compute_loss(model, inputs, *args, **kwargs)
+        return compute(model, inputs, *args, **kwargs)
 
     def _items(self) -> Tensor:
         """The items in this micro-batch alone: a loss that divides by them is a mean over them."""
@@ -256,7 +241,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         stepped = not accelerator.optimizer_step_was_skipped
         trainer.update = update = self._late.record(trainer.state.global_step - 1, self.norm, stepped=stepped)
         if accelerator.scaler is not None and not any(update.counts.values()):
-            forget(accelerator.scaler, [trainer.optimizer.optimizer])  # the Trainer's clipping unscaled it
+            # The Trainer's clipping unscaled it.
+            forget(accelerator.scaler, [trainer.optimizer.optimizer])
 
 
 def _is_something(entry: Any) -> bool:
