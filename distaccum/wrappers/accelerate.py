@@ -57,12 +57,11 @@ class Accelerated(Adapter):
         return self._run_backward if self.scales_losses else run_backward
 
     def begin(self) -> None:
-        steps = [one.gradient_state.num_steps for one in self._wrappers]
-        if self._accelerator is not None:
-            steps.append(self._accelerator.gradient_accumulation_steps)
-        if any(number > 1 for number in steps):
+        # The state of all Accelerators, wrappers and loaders in this process.
+        steps = GradientState().num_steps if self._wrappers or self._accelerator is not None else 1
+        if steps > 1:
             raise DistaccumError(
-                f"Accelerate accumulates over {max(steps)} steps by itself (gradient_accumulation_steps), which would "
+                f"Accelerate accumulates over {steps} steps by itself (gradient_accumulation_steps), which would "
                 "divide the loss a second time; leave it at 1, and do not enter accelerator.accumulate()"
             )
 
@@ -113,7 +112,6 @@ class _AtWork:
 
 
 def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:
-    """Warns that a schedule made for Accelerate is too long here."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     # DeepSpeed's engine steps its own once per update.
     theirs = [schedule for schedule in prepared if not isinstance(schedule, DeepSpeedSchedulerWrapper)]

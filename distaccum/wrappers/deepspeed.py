@@ -156,13 +156,15 @@ class DeepSpeedEngine(Engine):
             self._step_id = step_id
         # engine.backward takes no seed.
         loss = functools.reduce(add, map(mul, losses, seeds))
-        if self._form == "each":
-            if self._is_managed:
-                self._deepspeed.set_gradient_accumulation_boundary(reduce and not self._offloads)
-            if self._stage == 2 and self.peers.num_ranks > 1:
-                # The hook runs in backward, before anything is reduced.
-                loss.register_hook(self._refuse_another_use)
-        with self._deepspeed.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
+        if self._form == "each" and self._stage == 2 and self.peers.num_ranks > 1:
+            # The hook runs in backward, before anything is reduced.
+            loss.register_hook(self._refuse_another_use)
+        how: Any = nullcontext()
+        if self._is_managed and self._form == "no_sync":
+            how = self._deepspeed.no_sync()
+        elif self._is_managed and self._form == "each":
+            how = private.ending_window(self._deepspeed, reduce and not self._offloads)
+        with how:
             self.run_backward([loss], [])
 
     def grad_leaves(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
@@ -192,16 +194,12 @@ class DeepSpeedEngine(Engine):
         # An unmanaged engine does so in step().
         if self._form == "each" and self._offloads and self._is_managed:
             self._optimizer.finalize_gradient_accumulation_boundary()
-            self._deepspeed.set_gradient_accumulation_boundary(True)
         if self._form == "no_sync":
-            private.set_boundary(self._deepspeed, True)
-            self._deepspeed.allreduce_gradients()
+            with private.ending_window(self._deepspeed, True):
+                self._deepspeed.allreduce_gradients()
         self._context.close()
-        # Each step() ends a window.
-        private.set_boundary(self._deepspeed, None)
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        private.set_boundary(self._deepspeed, None)
         super().clear(parameters)
         self._guards.close()
         if self._holds:

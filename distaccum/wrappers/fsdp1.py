@@ -102,8 +102,8 @@ class FSDPEngine(Engine):
         return [parameter for parameter in parameters if id(parameter) not in own]
 
 
-def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> dist.ProcessGroup:
-    group: Any = wrappers[0].process_group
+def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> Any:
+    group = wrappers[0].process_group
     over = {(*dist.get_process_group_ranks(one.process_group), private.num_replicas(one)) for one in wrappers}
     ranks = dist.get_world_size(group) * private.num_replicas(wrappers[0])
     if len(over) > 1 or ranks not in (dist.get_world_size(group), dist.get_world_size()):
@@ -112,9 +112,7 @@ def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> dist.ProcessGroup:
             "expected one process group, or a hybrid strategy over all ranks; use fully_shard with a hybrid mesh, or "
             "an Accumulator each"
         )
-    group = group if ranks == dist.get_world_size(group) else dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return group if ranks == dist.get_world_size(group) else dist.group.WORLD
 
 
 def _adds_up_in(wrapper: Any) -> torch.dtype | None:

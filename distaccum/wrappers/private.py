@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,12 +123,9 @@ def can_coalesce(optimizer: Any) -> bool:
     return hasattr(optimizer, "_coalesce_grad_reduction")
 
 
-def set_boundary(engine: Any, flag: bool | None) -> None:
-    """Sets whether this backward ends a window; None, for which there is no public call, leaves it to the engine.
-
-    An unmanaged engine refuses the public setter.
-    """
-    engine._is_gradient_accumulation_boundary = flag
+def ending_window(engine: Any, flag: bool) -> AbstractContextManager[None]:
+    """Sets whether a backward ends a window, for the block; an unmanaged engine refuses the public setter."""
+    return replaced(engine, _is_gradient_accumulation_boundary=flag)
 
 
 def kept_partitions(optimizer: Any) -> Iterator[Tensor]:
@@ -259,10 +256,7 @@ def strategy_of(wrapper: Any) -> Any:
 
 
 def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `call` to pass for Fabric's own backward, by a flag without which the module's outputs refuse any other.
-
-    In a version without the flag they refuse, in Fabric's words.
-    """
+    """Wraps `call` to pass for Fabric's own backward, by a flag without which a module's outputs refuse any other."""
     home = sys.modules[class_of(wrapper, MODULE).__module__]
 
     def run(*args: Any) -> Any:

@@ -86,7 +86,7 @@ def overlapped(stage: int, bucket: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": bucket}}
 
 
-CONFIGS: list[Any] = [(0, {}), (3, {}), *([(2, UNMANAGED)] if HAS_UNMANAGED else [])]
+CONFIGS: list[Any] = [(0, {})]
 CONFIGS += [(n, overlapped(n, size)) for n, size in [(1, 40), (1, 10**6), (2, 40), (3, 10**6)]] if COALESCES else []
 CONFIGS += [(stage, {"gradient_allreduce_op": "sum"}) for stage in (0, 2)] if DEEPSPEED >= (0, 19, 8) else []
 
