@@ -8,7 +8,8 @@ gives backward no seed, and gradients stay unreduced until the window's end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add, mul
 from typing import Any, Protocol, final
 
 import torch
@@ -59,25 +60,24 @@ class Pipeline:
         self.modules: list[nn.Module] = [stage.submod for stage in self._stages]
         self.group: Any = self._stages[0].group or torch.distributed.group.WORLD
         self.splits_backward = private.splits_backward(schedule)
-        self.is_sharded = any(map(_is_sharded, self.modules))
-        inside = any(_is_sharded(one) for module in self.modules for one in module.modules())
-        if inside and not all(map(_is_sharded, self.modules)):
+        is_sharded = any(_is_sharded(one) for module in self.modules for one in module.modules())
+        if is_sharded and not all(map(_is_sharded, self.modules)):
             raise ValueError(
                 f"fully_shard was called on a module inside of a stage of the {name} and not on the stage's own, which "
                 "is where the schedule postpones the reduction; call it on the stage's module too"
             )
-        if inside and self.splits_backward:
+        if is_sharded and self.splits_backward:
             raise ValueError(
                 f"stages under fully_shard with a {name}, which runs backward for inputs and for weights apart: torch "
                 "gives weights that are parts again after forward no gradient then; use Schedule1F1B or "
                 "ScheduleInterleaved1F1B, or DistributedDataParallel"
             )
-        if self.is_sharded and not private.postpones_reduction(schedule):
+        if is_sharded and not private.postpones_reduction(schedule):
             raise ValueError(
                 f"a stage of the {name} is under fully_shard, whose gradients this version of torch reduces in each "
                 "call of the schedule; use torch 2.15, or DistributedDataParallel"
             )
-        self._options = {"finalize_gradients": False} if self.is_sharded else {}
+        self._options = {"finalize_gradients": False} if is_sharded else {}
         # The samples in each micro-batch, once a call has fixed them.
         self._length: int | None = None
 
@@ -182,4 +182,5 @@ def _weigh_chunk(window: Any, piece: int, take_loss: Callable[[], Any]) -> Tenso
     loss = take_loss()
     named = loss if isinstance(loss, Mapping) else {}
     losses, seeds = window.losses.weigh(counts, micro, None if named else loss, named)
-    return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
+    weighted: Tensor = reduce(add, map(mul, losses, seeds))
+    return weighted

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,24 +70,20 @@ def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
     """For the block, passes the schedule's losses through `weigh`, except in its trial run, which finds out shapes."""
     require("torch", schedule, "_loss_fn", "_maybe_compute_loss")
     loss_fn, compute = schedule._loss_fn, schedule._maybe_compute_loss
-    # The chunk whose loss is being computed; empty in the trial run.
-    at: list[int] = []
 
-    def loss_of(output: Any, *target: Any, **options: Any) -> Any:
-        if at:
-            weighed = weigh(at[0], lambda: loss_fn(output, *target, **options))
-            return _nothing_of(output) if weighed is None else weighed
-        loss = loss_fn(output, *target, **options)
+    def whole(*args: Any, **options: Any) -> Any:
+        loss = loss_fn(*args, **options)
         return sum(loss.values()) if isinstance(loss, Mapping) else loss
 
-    def compute_at(stage: Any, output: Any, targets: Sequence[Any] | None, chunk: int, *others: Any) -> Any:
-        at.append(chunk)
-        try:
-            return compute(stage, output, targets, chunk, *others)
-        finally:
-            at.clear()
+    def weighed(chunk: int, output: Any, *target: Any, **options: Any) -> Any:
+        loss = weigh(chunk, lambda: loss_fn(output, *target, **options))
+        return _nothing_of(output) if loss is None else loss
 
-    with replaced(schedule, _loss_fn=loss_of, _maybe_compute_loss=compute_at):
+    def compute_at(stage: Any, output: Any, targets: Sequence[Any] | None, chunk: int, *others: Any) -> Any:
+        with replaced(schedule, _loss_fn=partial(weighed, chunk)):
+            return compute(stage, output, targets, chunk, *others)
+
+    with replaced(schedule, _loss_fn=whole, _maybe_compute_loss=compute_at):
         yield
 
 

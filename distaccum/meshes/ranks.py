@@ -72,25 +72,20 @@ class MeshPeers(Peers):
 
     def report_of(self, report: Reports) -> Reports:
         """Lets one rank alone add up the samples that it shares; the numbers of ranks that say the same add up to 0."""
-        reports, sharing = report._replace(unlike=0), self.sharing[self.rank]
+        sharing, apart, unlike = self.sharing[self.rank], 0, 0
         if self.shares_samples:
-            reports = reports._replace(
-                apart=_told([getattr(report, name) for name in ALIKE], sharing, self.global_rank)
-            )
-            if self.global_rank != sharing[0]:
-                reports = reports._replace(num_micro_batches=0, totals=(0.0,) * len(report.totals))
-        for ranks in self.parts if self.has_parts else ():
-            if self.rank in ranks:
-                reports = reports._replace(
-                    apart=reports.apart + _told(report.num_drawn, ranks, self.rank),
-                    unlike=_told((report.unlike, report.totals), ranks, self.rank),
-                )
-        return reports
+            apart = _told([getattr(report, name) for name in ALIKE], sharing, self.global_rank)
+        if self.has_parts:
+            parts = next(ranks for ranks in self.parts if self.rank in ranks)
+            apart += _told(report.num_drawn, parts, self.rank)
+            unlike = _told((report.unlike, report.totals), parts, self.rank)
+        if self.shares_samples and self.global_rank != sharing[0]:
+            report = report._replace(num_micro_batches=0, totals=(0.0,) * len(report.totals))
+        return report._replace(apart=apart, unlike=unlike)
 
     def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
         # If one batch was cut too little, all are.
-        is_whole = self.has_parts and not reports.unlike and _counts_tokens(counts)
-        return bool(reports.apart) or is_whole
+        return bool(reports.apart) or (self.has_parts and not reports.unlike and _counts_tokens(counts))
 
     def compare(self, reports: Sequence[Reports], counts: Iterable[Any]) -> None:
         """Raises if ranks do not go through the samples that they share together, or count them twice."""

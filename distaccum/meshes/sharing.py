@@ -27,26 +27,26 @@ def peers_of(parameters: Iterable[Any], group: dist.ProcessGroup) -> MeshPeers:
     data = dist.get_process_group_ranks(group)
     sharing = [[rank] for rank in data]
     for mesh in {id(mesh): mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None}.values():
-        beside = mesh.get_coordinate() and [i for i in range(mesh.ndim) if i not in meeting(mesh, data)]
+        beside = mesh.get_coordinate() and [i for i in range(mesh.ndim) if i not in _meeting(mesh, data)]
         places = [(mesh.mesh == rank).nonzero().tolist() for rank in data]
         # A mesh of only some, such as the tensor-parallel ranks alone, says nothing.
         if beside and all(places):
-            sets = [_ranks_from(place, mesh, beside) for (place,) in places]
+            sets = [_ranks_along(mesh, beside, place) for (place,) in places]
             sharing = max(sharing, sets, key=lambda sets: len(sets[0]))
     return MeshPeers(group, sharing)
 
 
-def meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
-    """The dimensions of a mesh along which this rank shares a group with another of `ranks`."""
-    others = {*ranks} - {dist.get_rank()}
-    return [i for i in range(mesh.ndim) if others & {*dist.get_process_group_ranks(mesh.get_group(i))}]
-
-
-def _ranks_from(place: Sequence[int], mesh: Any, dimensions: Collection[int]) -> list[int]:
-    """The ranks that lie along these dimensions of a mesh, from a place in it."""
-    along = tuple(slice(None) if i in dimensions else at for i, at in enumerate(place))
+def _ranks_along(mesh: Any, dimensions: Collection[int], place: Sequence[int] | None = None) -> list[int]:
+    """The ranks along these dimensions of a mesh, from a place in it (by default this rank's)."""
+    along = tuple(slice(None) if i in dimensions else at for i, at in enumerate(place or mesh.get_coordinate()))
     ranks: list[int] = mesh.mesh[along].flatten().tolist()
     return ranks
+
+
+def _meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
+    """The dimensions of a mesh along which this rank lies with another of `ranks`."""
+    others = {*ranks} - {dist.get_rank()}
+    return [i for i in range(mesh.ndim) if others & {*_ranks_along(mesh, [i])}]
 
 
 def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
@@ -54,9 +54,8 @@ def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tupl
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.get_coordinate() is None:
         return [], ()
-    along = meeting(mesh, dist.get_process_group_ranks(group))
-    ranks = _ranks_from(mesh.get_coordinate(), mesh, along) if along else []
-    return ranks, tuple(parameter.placements[i] for i in along)
+    along = _meeting(mesh, dist.get_process_group_ranks(group))
+    return _ranks_along(mesh, along) if along else [], tuple(parameter.placements[i] for i in along)
 
 
 def whole_loss(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
@@ -95,12 +94,10 @@ def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]
     Its gradient then covers the samples of all data ranks.
     """
     mesh = parameter.device_mesh
-    over = meeting(mesh, data_ranks)
-    is_cut = all(
-        {*dist.get_process_group_ranks(mesh.get_group(i))} <= {*reduced} or not parameter.placements[i].is_replicate()
-        for i in over
-    )
-    return is_cut and {*_ranks_from(mesh.get_coordinate(), mesh, over)} == {*data_ranks}
+    over = _meeting(mesh, data_ranks)
+    unreduced = [i for i in over if not {*_ranks_along(mesh, [i])} <= {*reduced}]
+    is_cut = not any(parameter.placements[i].is_replicate() for i in unreduced)
+    return is_cut and {*_ranks_along(mesh, over)} == {*data_ranks}
 
 
 def refuse_unclaimed_dimensions(engine: Engine, given: Any) -> None:
@@ -114,9 +111,8 @@ def refuse_unclaimed_dimensions(engine: Engine, given: Any) -> None:
         return
     known = {*dist.get_process_group_ranks(peers.group), *peers.by_samples(peers.ranks)[peers.rank]}
     for root in {id(root): root for mesh in meshes if mesh is not None and (root := root_of(mesh))}.values():
-        at = root.get_coordinate()
-        for i in range(root.ndim) if at is not None else ():
-            line = _ranks_from(at, root, [i])
+        for i in range(root.ndim) if root.get_coordinate() is not None else ():
+            line = _ranks_along(root, [i])
             if known.issuperset(line):
                 continue
             name = repr(root.mesh_dim_names[i]) if root.mesh_dim_names else str(i)
