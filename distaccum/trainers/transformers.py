@@ -164,7 +164,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         """Runs a micro-batch; returns the window's loss if it is the last, else 0, for the Trainer to add up."""
         trainer, loss = self._trainer, None
         is_last = trainer.accelerator.sync_gradients
-        self._is_idle = isinstance(inputs, dict) and not any(map(_is_something, inputs.values()))
+        entries = inputs.values() if isinstance(inputs, dict) else [inputs]
+        self._is_idle = all(isinstance(entry, Tensor) and not entry.numel() for entry in entries)
         if not (self._is_idle and self._late.peers.is_alone):
             self._run_batch(training_step, model, copy.copy(self._last) if self._is_idle else inputs, is_last)
         if is_last:
@@ -243,10 +244,6 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         if accelerator.scaler is not None and not any(update.counts.values()):
             # The Trainer's clipping unscaled it.
             forget(accelerator.scaler, [trainer.optimizer.optimizer])
-
-
-def _is_something(entry: Any) -> bool:
-    return not isinstance(entry, Tensor) or entry.numel() > 0
 
 
 def _refuse(trainer: Any) -> None:
