@@ -44,9 +44,10 @@ def _ranks_along(mesh: Any, dimensions: Collection[int], place: Sequence[int] | 
 
 
 def _meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
-    """The dimensions of a mesh along which this rank lies with another of `ranks`."""
+    """The dimensions of a mesh along which this rank shares a group with another of `ranks`."""
     others = {*ranks} - {dist.get_rank()}
-    return [i for i in range(mesh.ndim) if others & {*_ranks_along(mesh, [i])}]
+    # A mesh makes its tensor of ranks anew each time, and each backward of a loss that is a DTensor asks this.
+    return [i for i in range(mesh.ndim) if others & {*dist.get_process_group_ranks(mesh.get_group(i))}]
 
 
 def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
