@@ -103,8 +103,9 @@ FABRIC = {
 }
 
 
-@pytest.mark.parametrize("case", ["samples mean", "tokens sum_to_mean"])
-@pytest.mark.parametrize("name", FABRIC)
+@pytest.mark.parametrize(
+    ("name", "case"), [*((name, "samples mean") for name in FABRIC), ("DDP", "tokens sum_to_mean")]
+)
 @on_ranks(lambda name, case: FABRIC[name].world)
 def test_law_holds_on_what_fabric_set_up(name, case):
     with patch.dict(KINDS, FABRIC):
