@@ -8,8 +8,7 @@ gives backward no seed, and gradients stay unreduced until the window's end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
-from operator import add, mul
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -182,5 +181,4 @@ def _weigh_chunk(window: Any, piece: int, take_loss: Callable[[], Any]) -> Tenso
     loss = take_loss()
     named = loss if isinstance(loss, Mapping) else {}
     losses, seeds = window.losses.weigh(counts, micro, None if named else loss, named)
-    weighted: Tensor = reduce(add, map(mul, losses, seeds))
-    return weighted
+    return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
