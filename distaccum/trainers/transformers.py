@@ -30,6 +30,13 @@ from ..update import Update
 from ..wrappers.private import leave_out_step, note_step
 from .late import LateWindow
 
+# Options of an Accumulator, and the Trainer's arguments for them.
+ELSEWHERE = {
+    "steps": "gradient_accumulation_steps",
+    "micro_batch_size": "per_device_train_batch_size",
+    "max_norm": "max_grad_norm",
+}
+
 
 class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     """A `Trainer` whose updates are exact. To extend a subclass: `class Mine(AccumulatingTrainer, SFTTrainer)`.
@@ -50,6 +57,10 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     """
 
     def __init__(self, *args: Any, count: Count | None = None, reduction: Reduction = "mean", **kwargs: Any) -> None:
+        for name in ELSEWHERE.keys() & kwargs.keys():
+            value = kwargs[name]
+            cure = f"TrainingArguments({ELSEWHERE[name]}={value!r})"
+            raise TypeError(f"AccumulatingTrainer got {name}={value!r}, expected {cure}")
         super().__init__(*args, **kwargs)
         self.update: Update | None = None
         self._accumulation = _Accumulation(self, count, reduction)

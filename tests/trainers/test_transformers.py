@@ -447,12 +447,13 @@ def test_gradient_is_reduced_once_per_update():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"steps": 8}, "unexpected keyword argument 'steps'"),
+        ({"steps": 8}, r"got steps=8, expected TrainingArguments\(gradient_accumulation_steps=8\)"),
+        ({"max_norm": 1.0}, r"got max_norm=1.0, expected TrainingArguments\(max_grad_norm=1.0\)"),
         ({"count": "tokens"}, "count='tokens'.*, expected a callable: batch -> number"),
     ],
-    ids=["steps", "count"],
+    ids=["steps", "max_norm", "count"],
 )
-def test_options_that_the_trainer_does_not_know_are_refused(options, words, tmp_path):
+def test_options_of_an_accumulator_are_refused_with_their_place(options, words, tmp_path):
     from transformers import TrainingArguments
 
     with accelerators(), pytest.raises(TypeError, match=words):
