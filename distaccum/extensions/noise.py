@@ -12,14 +12,14 @@ Two equations give |G|^2 and tr(S), without bias. They are averaged over updates
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..engines.base import Engine, total_norm
+from ..engines.base import total_norm
 from ..extension import Extension
 from ..job import Job
 from ..law import share_of
@@ -40,48 +40,6 @@ def split(small: Number, per_sample: Number, large: Number, total: float) -> tup
     """
     trace = (small - large) / (per_sample - 1 / total)
     return large - trace / total, trace
-
-
-class Early:
-    """The norm of this rank's own gradient after the backward of a window's first micro-batch.
-
-    It `is_lost` if part of that gradient was reduced before it was complete.
-    """
-
-    def __init__(self, engine: Engine, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
-        self._engine, self._parameters = engine, parameters
-        self._hooks: list[Any] = []
-        # By leaf, as taken within a backward that reduces.
-        self._norms: dict[int, Tensor] | None = None
-        self.is_lost = False
-
-    def before_backward(self, reduces: bool) -> None:
-        """Hooks the leaves of a reducing backward, to take each norm before the reduction overwrites the gradient."""
-        self.is_lost = self._norms is not None
-        if reduces and not self.is_lost:
-            self._norms = {}
-            for leaf in self._leaves():
-                # This backward may not reach what earlier parts gave it.
-                self._take(leaf)
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(self._take))
-
-    def _leaves(self) -> list[Any]:
-        return [leaf for leaf in self._engine.grad_leaves(self._parameters()) if leaf.requires_grad]
-
-    def _take(self, leaf: Any) -> None:
-        gradient = self._engine.read_grad(leaf)
-        if gradient is not None and self._norms is not None:
-            self._norms[id(leaf)] = total_norm([gradient.detach()])
-
-    def remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def norm(self) -> Tensor:
-        if self._norms is not None:
-            return total_norm(list(self._norms.values()))
-        gradients = map(self._engine.read_grad, self._leaves())
-        return total_norm([gradient for gradient in gradients if gradient is not None])
 
 
 class Estimate:
@@ -150,42 +108,50 @@ class NoiseScale(Extension):
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
         # The step computes it for another purpose.
-        self._norm_follows = looks or job.config.max_norm is not None
+        self._norm_follows = looks or config.max_norm is not None
         self._reduction = next(iter(config.reductions.values()))
-        self._early: Early | None = None
-        self._small: Tensor | None = None
-        self._norm: Tensor | float | None = None
+        self._hooks: list[Any] = []
         self.load(None)
 
     def begin(self, window: Window) -> None:
         # On one rank with one micro-batch, the first gradient is the window's.
-        is_alone = self._engine.peers.num_ranks == 1 and len(window) == 1
-        self._early = Early(self._engine, self._parameters) if len(window) and not is_alone else None
-        self._small = self._norm = None
+        self._is_early = len(window) > 1 or (len(window) == 1 and self._engine.peers.num_ranks > 1)
+        # The norms of the first micro-batch by leaf, as taken within a backward that reduces.
+        self._norms: dict[int, Tensor] | None = None
+        self._small: Tensor | None = None
+        self._norm: Tensor | float | None = None
 
     def before_backward(self, window: Window, reduces: bool) -> None:
-        if self._early is not None:
-            self._early.before_backward(reduces)
-
-    def after_backward(self, window: Window) -> None:
-        """Measures this rank's own gradient after its first micro-batch."""
-        if (early := self._early) is None:
+        """Hooks the leaves of a reducing backward, to take each norm before the reduction overwrites the gradient."""
+        if not self._is_early:
             return
-        early.remove_hooks()
-        if window.has_more_parts:
-            return
-        self._early = None
-        if early.is_lost:
+        if self._norms is not None:
+            # A part's backward has reduced the gradient before it was complete.
+            self._is_early = False
             self._once(
                 "noise",
                 "NoiseScale sees nothing of a first micro-batch whose parts are reduced one by one, so noise_scale "
                 "stays as it was; add the parts' losses up, or use sync='last'",
             )
+        elif reduces:
+            self._norms = {}
+            for leaf in self._leaves():
+                # This backward may not reach what earlier parts gave it.
+                self._take(leaf)
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(self._take))
+
+    def after_backward(self, window: Window) -> None:
+        """Measures this rank's own gradient after its first micro-batch."""
+        self._remove_hooks()
+        if not self._is_early or window.has_more_parts:
             return
+        self._is_early = False
+        gradients = map(self._engine.read_grad, self._leaves()) if self._norms is None else self._norms.values()
+        own = total_norm([gradient for gradient in gradients if gradient is not None])
         (count, *_), (total, *_) = window.micros[0].counts, window.counts.values()
         # The loss was multiplied by its share.
         share = share_of(self._reduction, count, total, self._engine.divisor)
-        norm = self._unscaled(early.norm()) / (share if self._reduction == "mean" else share * count)
+        norm = self._unscaled(own) / (share if self._reduction == "mean" else share * count)
         # Of the mean over the micro-batch. Tensors are filled, not copied from the host, which would wait.
         self._small = torch.stack([norm.square(), norm.new_full((), 1 / count), norm.new_ones(())])
 
@@ -201,9 +167,7 @@ class NoiseScale(Extension):
         return zeros if self._small is None else self._small.to(zeros)
 
     def end(self, window: Window, update: Update | None) -> None:
-        if self._early is not None:
-            self._early.remove_hooks()
-        self._early = None
+        self._remove_hooks()
         if update is None:
             return
         if update.stepped and self.key in window.numbers:
@@ -226,6 +190,18 @@ class NoiseScale(Extension):
         if len(sums) != 3:
             raise ValueError(f"the state has noise={state!r}, expected three numbers, as state_dict() gave them")
         self._last = Estimate(torch.tensor(sums, dtype=torch.float64))
+
+    def _leaves(self) -> list[Any]:
+        return [leaf for leaf in self._engine.grad_leaves(self._parameters()) if leaf.requires_grad]
+
+    def _take(self, leaf: Any) -> None:
+        gradient = self._engine.read_grad(leaf)
+        if gradient is not None and self._norms is not None:
+            self._norms[id(leaf)] = total_norm([gradient.detach()])
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _unscaled(self, norm: Tensor) -> Tensor:
         norm = widest(norm)

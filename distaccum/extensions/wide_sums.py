@@ -67,7 +67,6 @@ class WideSums(Extension):
 
     @torch.no_grad()
     def _take(self, wide: torch.dtype, parameter: Any) -> None:
-        """Adds the gradient that a backward of the window has just made."""
         gradient = parameter.grad
         if not self._is_running or gradient is None:
             return
