@@ -16,6 +16,7 @@ from ..loader import reference
 # pass at its end. `END` marks a state taken at the end of a pass.
 Position = tuple[Any, int]
 START, END = -1, -2
+NOTHING = object()
 
 
 @final
@@ -25,31 +26,26 @@ class Pass(Iterator[Any]):
     def __init__(self, places: Places, place: Place, loader: Any, position: Position | None) -> None:
         self.place = place
         self._places, self._loader, self._position = places, loader, position
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Any = None
         # The loader itself knows the position.
         self._asks = position is None
-        self._num_unused = 0
-        self._is_fresh = True
-        self._was_at_start = position is not None and position[1] == START
+        self._num_unused, self._is_fresh = 0, True
+        # A state from before the first item may be that of an earlier pass's end, from which nothing comes first.
+        self._may_be_over = position is not None and position[1] != 0
         self._has_ended = position is not None and position[1] == END
 
     def __next__(self) -> Any:
         if self._has_ended:
             raise StopIteration
-        iterator = self._open() if self._iterator is None else self._iterator
+        if self._iterator is None:
+            self._open()
         # Asked before the item is drawn, in case Ctrl-C breaks that off.
         self._position, self._asks = self.position(), False
-        try:
-            item = next(iterator)
-        except StopIteration:
-            if not self._was_at_start:
-                self._has_ended = True
-                raise
-            self._was_at_start = False
-            self._iterate()
-            return next(self)
-        self._num_unused += 1
-        self._is_fresh = self._was_at_start = False
+        item = self._draw()
+        if item is NOTHING:
+            self._has_ended = True
+            raise StopIteration
+        self._num_unused, self._is_fresh = self._num_unused + 1, False
         return item
 
     def use(self, num: int) -> None:
@@ -91,29 +87,29 @@ class Pass(Iterator[Any]):
         """Goes on with an iterator that was left."""
         self._loader, self._iterator, self.place = iterator, iter(iterator), place
 
-    def _open(self) -> Iterator[Any]:
-        if self._position is None:
-            return self._iterate()
-        state, skipped = self._position
-        # Loading draws no random numbers: torchdata opens the loaded pass in its next call, and draws some.
-        with torch.random.fork_rng(devices=[]):
-            self._loader.load_state_dict(state)
-            # A loader may have no state before it is opened.
-            with suppress(Exception):
-                self._loader.state_dict()
-        iterator = self._iterate()
-        for i in range(skipped):
-            # Nothing comes first if the state was that of an earlier pass's end.
-            if next(iterator, self) is self and i == 0:
-                iterator = self._iterate()
-                next(iterator, None)
-        return iterator
+    def _open(self) -> None:
+        if self._position is not None:
+            # Loading draws no random numbers: torchdata opens the loaded pass in its next call, and draws some.
+            with torch.random.fork_rng(devices=[]):
+                self._loader.load_state_dict(self._position[0])
+                # A loader may have no state before it is opened.
+                with suppress(Exception):
+                    self._loader.state_dict()
+        self._iterate()
+        for _ in range(0 if self._position is None else self._position[1]):
+            self._draw()
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> None:
         self._places.job.random.open()
-        iterator: Iterator[Any] = iter(self._loader)
-        self._iterator = iterator
-        return iterator
+        self._iterator = iter(self._loader)
+
+    def _draw(self) -> Any:
+        item = next(self._iterator, NOTHING)
+        if item is NOTHING and self._may_be_over:
+            self._iterate()
+            item = next(self._iterator, NOTHING)
+        self._may_be_over = False
+        return item
 
 
 @dataclass(eq=False)
