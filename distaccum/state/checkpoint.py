@@ -26,7 +26,15 @@ OF_STATE = "; give what state_dict() gave, of this version"
 
 
 def state_dict_of(planner: Planner) -> dict[str, Any]:
-    job = planner.job
+    """The state where the next update begins, with this rank's random numbers and its loaders' positions."""
+    job, start = planner.job, planner.job.start
+    if start is not None and start.may_be_stepped:
+        raise DistaccumError(
+            "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
+            "been stepped already; take it after window.step()"
+        )
+    numbers = (start is not None and start.random) or job.random.now()
+    part = {"random": numbers, "is_between": planner.places.is_between(), "loaders": planner.places.positions()}
     return {
         "index": job.index,
         "skipped": job.skipped,
@@ -34,7 +42,7 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
         **{extension.key: extension.state() for extension in job.extensions if extension.key},
         "scaler": job.scaler.state_dict() if job.scaler else None,
         "ranks": _world_size(job),
-        f"rank {job.engine.peers.global_rank}": _pack(_part_of(planner)),
+        f"rank {job.engine.peers.global_rank}": _pack(part),
     }
 
 
@@ -82,18 +90,6 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
 def _world_size(job: Job) -> int:
     """The number of ranks in the whole job, including tensor-parallel ranks."""
     return 1 if job.engine.peers.group is None else dist.get_world_size()
-
-
-def _part_of(planner: Planner) -> Part:
-    """This rank's random numbers and its loaders' positions where the next update begins."""
-    job, start = planner.job, planner.job.start
-    if start is not None and start.may_be_stepped:
-        raise DistaccumError(
-            "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
-            "been stepped already; take it after window.step()"
-        )
-    numbers = (start.random if start is not None else None) or job.random.now()
-    return {"random": numbers, "is_between": planner.places.is_between(), "loaders": planner.places.positions()}
 
 
 def _pack(part: Part) -> bytes:

@@ -25,10 +25,9 @@ class Pass(Iterator[Any]):
 
     def __init__(self, places: Places, place: Place, loader: Any, position: Position | None) -> None:
         self.place = place
+        # Where the position is None, the loader itself knows it.
         self._places, self._loader, self._position = places, loader, position
         self._iterator: Any = None
-        # The loader itself knows the position.
-        self._asks = position is None
         self._num_unused, self._is_fresh = 0, True
         # A state from before the first item may be that of an earlier pass's end, from which nothing comes first.
         self._may_be_over = position is not None and position[1] != 0
@@ -40,7 +39,7 @@ class Pass(Iterator[Any]):
         if self._iterator is None:
             self._open()
         # Asked before the item is drawn, in case Ctrl-C breaks that off.
-        self._position, self._asks = self.position(), False
+        self._position = self.position()
         item = self._draw()
         if item is NOTHING:
             self._has_ended = True
@@ -53,14 +52,12 @@ class Pass(Iterator[Any]):
         used = min(num, self._num_unused)
         self._num_unused -= used
         if self._position is not None and used:
-            self._position = self._position[0], max(self._position[1], 0) + used
-        self._asks = not self._num_unused and not self._has_ended
+            state, since = self._position
+            self._position = (state, max(since, 0) + used) if self._num_unused or self._has_ended else None
 
-    def position(self) -> Position | None:
-        """The loader's position before the first unused item, or at its end; None if it is unknown."""
-        if not self._asks:
-            return self._position
-        return self._loader.state_dict(), START if self._is_fresh else 0
+    def position(self) -> Position:
+        """The loader's position before the first unused item, or at its end."""
+        return self._position or (self._loader.state_dict(), START if self._is_fresh else 0)
 
     def join(self) -> None:
         """Called before a window is planned: another loop may have begun the order of loaders anew."""
@@ -74,13 +71,13 @@ class Pass(Iterator[Any]):
 
     def end(self) -> None:
         """Notes that the pass has come to its end, so that the next one begins there."""
-        is_at_end = self._position is not None and self._position[1] == END
-        state = self._position[0] if self._position is not None and is_at_end else self._loader.state_dict()
-        self.place.position, self.place.reading = (state, START), None
+        state, since = self.position()
+        self.place.position = state if since == END else self._loader.state_dict(), START
+        self.place.reading = None
 
     def leave(self) -> None:
         """Releases the loader, since the caller left the loop."""
-        self._position, self._asks = self.position(), False
+        self._position = self.position()
         self._loader = self._iterator = None
 
     def resume(self, iterator: Any, place: Place) -> None:
