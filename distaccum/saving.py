@@ -33,8 +33,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
         >>> save(file, model=model)
         >>> load(file, model=model)
     """
-    states: dict[str, Any] = {}
-    error: Exception | None = None
+    states, error = dict[str, Any](), None
     try:
         states = {name: _state_of(name, part) for name, part in parts.items()}
     except Exception as raised:

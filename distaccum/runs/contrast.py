@@ -78,8 +78,7 @@ def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, 
         for tensor in part
         if _has_gradient(tensor) and tensor.numel()
     ]
-    total = window.plan.num_micro_batches
-    carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
+    carried = [(p, g / window.plan.num_micro_batches) for p, g in of_parameters if not hasattr(p, "to_local")]
     # Checking that encode returns the same again costs a read on the host, so only the first windows do it.
     verifies, differences = job.num_contrasts < PROOFS, list[Tensor]()
     set_random_state(before.random)
@@ -164,11 +163,9 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
         rows = torch.cat([part[:length] for part, length in parts])
     copies = [columns.clone(memory_format=torch.contiguous_format).flatten() for columns in torch.split(rows, sizes, 1)]
     whole = [copy.view(dtype).view(len(rows), *shape) for copy, (dtype, shape) in zip(copies, given[0], strict=True)]
-    return (
-        [tensor.requires_grad_(_has_gradient(tensor)) for tensor in whole],
-        sum(lengths[: peers.rank]),
-        everyone[0][2],
-    )
+    for tensor in whole:
+        tensor.requires_grad_(_has_gradient(tensor))
+    return whole, sum(lengths[: peers.rank]), everyone[0][2]
 
 
 def _differentiate(
@@ -205,7 +202,7 @@ def _differentiate(
     unscaled = iter(None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled)
     gradients = [next(unscaled) if tensor.requires_grad else None for tensor in representations]
     of_parameters = [(p, g) for p, g in zip(parameters, unscaled, strict=True) if g is not None]
-    hidden = set(map(id, job.engine.parameters() if "parameters" in job.engine.owns else ()))
+    hidden = {*map(id, job.engine.parameters())} if "parameters" in job.engine.owns else ()
     if any(id(p) in hidden for p, _ in of_parameters):
         raise DistaccumError(
             f"loss_fn uses a parameter that {job.engine.name} shards, of which a rank has a part; use it in "
@@ -218,8 +215,7 @@ def _carried(
     representations: Sequence[Tensor], rows: Sequence[Tensor | None], of_parameters: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """A scalar whose backward is a micro-batch's part of the loss's backward; its value means nothing."""
-    pairs = [(tensor, g) for tensor, g in zip(representations, rows, strict=True) if g is not None]
-    pairs = [(tensor, g) for tensor, g in pairs if tensor.requires_grad]
+    pairs = [(t, g) for t, g in zip(representations, rows, strict=True) if g is not None and t.requires_grad]
     if not pairs:
         raise DistaccumError(
             "encode() gave no representation with a graph that the loss depends on; compute them with the model, "

@@ -50,14 +50,10 @@ class Agreement(Extension):
     def finishing(self, window: Window) -> None:
         self.before_backward(window, not self._engine.will_reduce(True))
 
-    def agree(self) -> None:
-        """Waits for the votes of all ranks; raises if another one has failed."""
-        if self.is_any(False):
+    def agree(self, failed: bool = False) -> None:
+        """Waits for the votes of all ranks; raises if another one than this has failed."""
+        if any(self._engine.peers.largest([failed], everyone=True)) and not failed:
             raise FailedElsewhere
-
-    def is_any(self, failed: bool) -> bool:
-        """Returns whether any rank has `failed`."""
-        return any(self._engine.peers.largest([failed], everyone=True))
 
 
 def run_all(window: Window, loss_fn: LossFn) -> None:
@@ -84,10 +80,9 @@ def refuse_closure(engine: Engine, call: str) -> None:
 
 
 def update(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
-    """Runs one update of a batch, which it cuts."""
-    refuse_closure(planner.job.engine, "update")
-    draw = cut_up(batch, planner.job, columns)
-    return retry(planner, planner.job.extensions, draw, LOOP, lambda window, _: run_all(window, loss_fn))
+    job = planner.job
+    refuse_closure(job.engine, "update")
+    return retry(planner, job.extensions, cut_up(batch, job, columns), LOOP, lambda window, _: run_all(window, loss_fn))
 
 
 def retry(
@@ -105,7 +100,7 @@ def retry(
     snapshot = Snapshot(job.models)
     while True:
         agreement = Agreement(job.engine)
-        hooks = hooks_of([agreement, *filter(None, [job.random]), *extensions])
+        hooks = hooks_of([agreement, job.random, *extensions])
         window = planner.plan(draw, replace(mode, hooks=hooks, agrees=True, measure=partial(measure, job)))
         has_run = False
         try:
@@ -122,8 +117,7 @@ def retry(
                 raise
             _settle(planner, window, agreement, error)
         else:
-            plan = window.plan
-            fit_of(job).succeeded(plan.largest, plan.most, plan.largest_sample)
+            fit_of(job).succeeded(window.plan.largest, window.plan.most, window.plan.largest_sample)
             return update
         free()
 
@@ -141,7 +135,7 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
             peers.tell(error)
         try:
             if is_own:
-                agreement.is_any(True)
+                agreement.agree(failed=True)
             everyone = peers.gather_objects((told, is_fault, is_short), everyone=True)
         except DistaccumError as lost:
             raise DistaccumError(

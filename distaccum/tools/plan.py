@@ -98,9 +98,8 @@ class Forecast:
         if usual["fits"]:
             return f"{name} fits in {memory}: it takes {held[0]} on each rank."
         text = f"{name} does not fit in {memory}: it takes {held[0]} on each rank. {names[1]} fits with {held[1]}"
-        if best is least:
-            return f"{text}, and holds and sends the least."
-        return f"{text} and sends the least; {names[2]} holds the least, {held[2]}."
+        least_of_all = f" and sends the least; {names[2]} holds the least, {held[2]}."
+        return text + (", and holds and sends the least." if best is least else least_of_all)
 
     def __str__(self) -> str:
         given = self.given

@@ -23,23 +23,19 @@ def causes_of(comparison: Comparison) -> list[str]:
     training = [(name, module) for name, module in comparison.modules if module.training]
     if _differs(comparison):
         if dropping := [(name, module) for name, module in training if _drops(module)]:
-            kinds = _into_eval(dropping)
             causes.append(
-                f"dropout: random numbers are drawn by {kinds}, and micro-batches draw others; the gradient is that of "
-                "the masks that were drawn, as dropout means it: nothing to do, where this is the only cause"
+                f"dropout: random numbers are drawn by {_into_eval(dropping)}, and micro-batches draw others; the "
+                "gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is the "
+                "only cause"
             )
         if not dropping or _differs(comparison):
-            where = ", outside of dropout layers" if dropping else ""
             _into_eval(training)
-            then = "draw none to see the other causes"
-            if not _differs(comparison):
-                then = (
-                    "in eval mode all calls agree, as where attention drops by itself (GPT-2's); the check went on so"
-                )
+            agrees = "in eval mode all calls agree, as where attention drops by itself (GPT-2's); the check went on so"
             causes.append(
                 "random: the model or the loss gives the same batch another gradient the second time: random numbers "
-                f"are drawn{where}, or something is kept between calls (a buffer, an attribute); random numbers "
-                f"need no cure if they are the only cause; {then}"
+                f"are drawn{', outside of dropout layers' * bool(dropping)}, or something is kept between calls (a "
+                "buffer, an attribute); random numbers need no cure if they are the only cause; "
+                f"{'draw none to see the other causes' if _differs(comparison) else agrees}"
             )
     if normalising := [(name, module) for name, module in training if isinstance(module, KINDS)]:
         causes.append(
@@ -53,16 +49,13 @@ def causes_of(comparison: Comparison) -> list[str]:
             return causes
         errors = comparison.compare()
         if comparison.agrees(errors):
+            left = max(error for _, error in errors)
             # A layer of your own may do more than drop in training mode.
-            if (
-                len(causes) == 1
-                and dropping
-                and all(type(drop).__module__.startswith("torch.") for _, drop in dropping)
-            ):
-                left = max(error for _, error in errors)
+            are_torchs = all(type(module).__module__.startswith("torch.") for _, module in dropping)
+            if causes[-1].startswith("random"):
+                causes[-1] += f", and the error is {left:.1e}"
+            elif len(causes) == 1 and dropping and are_torchs:
                 causes[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
-            elif causes[-1].startswith("random"):
-                causes[-1] += f", and the error is {max(error for _, error in errors):.1e}"
             return causes
     in_losses = (_cause_in_the_loss(comparison, name) for name in comparison.reductions)
     causes += dict.fromkeys(cause for cause in in_losses if cause is not None)
@@ -89,12 +82,11 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
 
     def fits(numbers: Sequence[float], *, is_sum: bool = False) -> bool:
         """Returns whether the whole is its parts' mean weighted by `numbers`, or the sum of those with a number."""
-        if not any(numbers):
+        pairs = [(part, number) for part, number in zip(measured, numbers, strict=True) if number]
+        if not pairs:
             return False
-        used = [part for part, number in zip(measured, numbers, strict=True) if number]
-        weights = [1.0 if is_sum else number / sum(numbers) for number in numbers if number]
-        made = weighted_sum(used, weights)
-        size = sum(abs(weight * part.loss) for part, weight in zip(used, weights, strict=True))
+        terms = [(part, 1.0 if is_sum else number / sum(numbers)) for part, number in pairs]
+        made, size = weighted_sum(terms), sum(abs(weight * part.loss) for part, weight in terms)
         is_same_loss = abs(made.loss - exact.loss) <= comparison.bound() * max(size, 1e-9)
         return is_same_loss and not comparison.differ(made, exact)
 
@@ -123,7 +115,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
 
 def _denominators(parts: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[str, str, list[float]]]:
     """Yields what a criterion may average over, with the cure and the number in each part."""
-    yield "samples", "leave count at count_samples", [float(size) for size in sizes]
+    yield "samples", "leave count at count_samples", [*map(float, sizes)]
     for column in zip(*map(tensors_in, parts), strict=True):
         where, first = column[0]
         if first.ndim == 0 or first.is_floating_point() or first.is_complex():

@@ -111,7 +111,7 @@ class Comparison:
         return BOUNDS.get(self.narrowest, 5e-2)
 
     def agrees(self, errors: Sequence[tuple[float, float]]) -> bool:
-        """Returns whether rounding explains the errors that `compare` returned."""
+        """Tells whether rounding explains the errors that `compare` returned."""
         return max(error for _, error in errors) <= self.bound() and self.is_finite
 
     def differ(self, measured: Measured, other: Measured) -> bool:
@@ -119,9 +119,13 @@ class Comparison:
 
     def compare(self) -> list[tuple[float, float]]:
         """Computes, by parameter, the norm of the big batch's gradient and the accumulated one's relative error."""
-        exact, peers = self._big_batch(), self.engine.peers
+        peers, counts = self.engine.peers, {name: self.count(name, self.batch, self.length) for name in self.reductions}
+        if not any(counts.values()):
+            raise ValueError(f"count gave 0 {' and 0 '.join(counts)} for the whole batch; check with another")
+        divisors = {name: n if self.reductions[name] == "sum_to_mean" else 1 for name, n in counts.items() if n}
+        exact = weighted_sum([(self.bare(name, self.batch), 1 / divisor) for name, divisor in divisors.items()])
         is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
-        if any(bad for (bad,) in peers.gather([float(is_bad)])):
+        if any(peers.largest([is_bad])):
             raise DistaccumError(
                 f"the loss of the whole batch is {exact.loss:g}, and it or its gradient is not finite, so there is "
                 "nothing to compare with; look for it in the batch and the model, or lower the scaler's scale"
@@ -137,14 +141,6 @@ class Comparison:
         self.is_finite = math.isfinite(as_cut.loss + uneven.loss)
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
-
-    def _big_batch(self) -> Measured:
-        counts = {name: self.count(name, self.batch, self.length) for name in self.reductions}
-        if not any(counts.values()):
-            raise ValueError(f"count gave 0 {' and 0 '.join(counts)} for the whole batch; check with another")
-        counted = [name for name in counts if counts[name]]
-        weights = [1 / counts[name] if self.reductions[name] == "sum_to_mean" else 1.0 for name in counted]
-        return weighted_sum([self.bare(name, self.batch) for name in counted], weights)
 
     def bare(self, name: str, batch: Any, *, restore: bool = True) -> Measured:
         """The unweighted gradient of one call of the criterion of this name, on the same batch on all ranks."""
@@ -190,14 +186,12 @@ class Comparison:
         pairs = zip(seen.gradients, exact.gradients, strict=True)
         squares = [_square(tensor) for gradient, other in pairs for tensor in (gradient - other, other)]
         sums = [math.sqrt(sum(column)) for column in zip(*self.engine.peers.gather(squares), strict=True)]
-        floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.hypot(*sums[1::2])
+        norms, eps = sums[1::2], torch.finfo(self.narrowest).eps
+        floor = math.sqrt(eps) * math.hypot(*norms)
         # Shards add up; a gradient that every rank has whole was counted once per rank.
         copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
-        errors = [apart and apart / max(norm, floor) for apart, norm in zip(sums[0::2], sums[1::2], strict=True)]
-        return [
-            (norm / copies, error if math.isfinite(error) else math.inf)
-            for norm, error in zip(sums[1::2], errors, strict=True)
-        ]
+        errors = [apart and apart / max(norm, floor) for apart, norm in zip(sums[::2], norms, strict=True)]
+        return [(n / copies, e if math.isfinite(e) else math.inf) for n, e in zip(norms, errors, strict=True)]
 
     @contextmanager
     def in_float64(self) -> Iterator[Comparison]:
@@ -266,10 +260,11 @@ def uneven_sizes(length: int, least: int = 1) -> list[int]:
     return sizes
 
 
-def weighted_sum(parts: Sequence[Measured], weights: Sequence[float]) -> Measured:
-    columns = zip(*(part.gradients for part in parts), strict=True)
+def weighted_sum(terms: Sequence[tuple[Measured, float]]) -> Measured:
+    """The sum of what was measured, each multiplied by its weight."""
+    weights, columns = [weight for _, weight in terms], zip(*(part.gradients for part, _ in terms), strict=True)
     gradients = [reduce(torch.add, map(torch.mul, column, weights)) for column in columns]
-    return Measured(gradients, sum(part.loss * weight for part, weight in zip(parts, weights, strict=True)))
+    return Measured(gradients, sum(part.loss * weight for part, weight in terms))
 
 
 def _bits(dtype: torch.dtype) -> int:
