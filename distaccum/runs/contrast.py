@@ -24,8 +24,7 @@ from ..text import in_short, ranks_where
 from ..update import Update
 from ..window import Window
 from .memory import PROOFS, is_out_of_memory
-from .snapshot import Snapshot
-from .update import Agreement, refuse_closure, retry
+from .update import Agreement, Snapshot, refuse_closure, retry
 
 Encode = Callable[[Batch], Tensor | Sequence[Tensor]]
 PairsLoss = Callable[..., Tensor]

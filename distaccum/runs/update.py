@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..batch import Batch, Columns
 from ..batches import DrawFn, cut_up
@@ -17,13 +18,43 @@ from ..guard import NonfiniteError, Stage
 from ..job import LOOP, RunMode
 from ..law import DistaccumError, LostRanksError, all_or_none
 from ..planning import Planner
+from ..state.randomness import random_devices, random_state, set_random_state
 from ..text import in_short, ranks_where
 from ..update import Update
 from ..window import Window
 from .memory import fit_of, free, is_out_of_memory, measure
-from .snapshot import Snapshot
 
 LossFn = Callable[[Batch], Tensor | Mapping[str, Tensor]]
+
+
+class Snapshot:
+    """The models' current buffers and random numbers, to be restored."""
+
+    @torch.no_grad()
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        # All buffers, since batch normalisation updates its statistics without a change of their version.
+        modules = {id(module): module for model in models for module in model.modules()}.values()
+        own = [(module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in modules]
+        # Copies that are made in inference mode could not be used outside it.
+        with torch.inference_mode(False):
+            self._buffers = [(module, name, b, b.clone()) for module, buffers in own for name, b in buffers]
+        self.random = random_state(random_devices(models))
+
+    def restore(self) -> None:
+        self.restore_buffers()
+        set_random_state(self.random)
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        for module, name, buffer, copy in self._buffers:
+            is_strided = buffer.layout is torch.strided
+            steps = zip(buffer.stride(), buffer.shape, strict=True) if is_strided else ()
+            # Torch refuses to write to a buffer that was expanded.
+            if not any(step == 0 and num > 1 for step, num in steps):
+                buffer.copy_(copy)
+            # The model may have replaced or deleted it.
+            if getattr(module, name, None) is not buffer:
+                (setattr if hasattr(module, name) else nn.Module.register_buffer)(module, name, buffer)
 
 
 class FailedElsewhere(Exception):  # noqa: N818

@@ -37,8 +37,7 @@ from ...law import DistaccumError, all_or_none
 from ...norms import local
 from ...planning import Planner
 from ...text import in_short
-from ..snapshot import Snapshot
-from ..update import LossFn, run_all
+from ..update import LossFn, Snapshot, run_all
 
 # The largest error that rounding explains, by dtype; others are half precision, and have 5e-2.
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}

@@ -8,6 +8,7 @@ import shutil
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import nn
 from ...batch import Columns, cut_batch, tensors_in
 from ...batchnorm import KINDS
 from ...extension import hooks_of
+from ...job import Job
 from ...law import DistaccumError, as_int_if_whole
 from ...norms import names_of
 from ...planning import Planner
 from ...text import shorten
-from ..snapshot import kept
-from ..update import LossFn, refuse_closure
+from ..update import LossFn, Snapshot, refuse_closure
 from .comparison import Comparison, uneven_sizes, weighted_sum
 
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
@@ -99,17 +100,33 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
         raise DistaccumError(
             f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
         )
-    every, warned = job.parameters(), set(job.once.keys)
     # A job whose windows have no extensions, judge nothing, and count separately.
     trial = copy.copy(job)
     trial.begin_anew()
     trial.fit, trial.substitute = job.fit, job.substitute
     trial.hooks, trial.config = hooks_of(()), replace(job.config, on_nonfinite="ignore")
-    with warnings.catch_warnings(), kept(job.models, every if engine.stale(every) else ()) as before:
+    with _kept(job) as before:
+        return _report(Comparison(Planner(trial), batch, columns, loss_fn, before))
+
+
+@contextmanager
+def _kept(job: Job) -> Iterator[Snapshot]:
+    """Gives no warnings, and restores buffers, random numbers, modes, gradients, and which warnings were given."""
+    warned, every = set(job.once.keys), job.parameters()
+    stale = every if job.engine.stale(every) else []
+    gradients = [(p, p.grad, p.grad.clone()) for p in stale if p.grad is not None]
+    modes = [(module, module.training) for model in job.models for module in model.modules()]
+    snapshot = Snapshot(job.models)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _report(Comparison(Planner(trial), batch, columns, loss_fn, before))
+            yield snapshot
         finally:
+            for module, training in modes:
+                module.training = training
+            snapshot.restore()
+            for parameter, gradient, values in gradients:
+                parameter.grad = gradient.copy_(values)
             job.once.keys = warned
 
 
