@@ -99,10 +99,9 @@ class NoiseScale(Extension):
                 f"NoiseScale() with several denominators ({', '.join(config.reductions)}), expected one: a noise scale "
                 "is a number of samples, or of tokens; give all losses one count and reduction, or leave it out"
             )
+        why = engine.why_no_local_grad(job.stepped())
         if engine.peers.has_parts or engine.pipeline is not None:
-            why: str | None = "whose ranks have parts of the same samples; use data parallelism alone"
-        else:
-            why = engine.why_no_local_grad(job.stepped())
+            why = "whose ranks have parts of the same samples; use data parallelism alone"
         if why is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
@@ -171,12 +170,11 @@ class NoiseScale(Extension):
         if update is None:
             return
         if update.stepped and self.key in window.numbers:
-            if self._norm is None:
-                self._norm = update.norm()
             (total, *_) = update.counts.values()
-            if self._reduction == "sum" and self._norm is not None:
-                self._norm = self._norm / total
-            self._last = Estimate(self._last.sums, partial(update.summed, self.key), self._norm, total)
+            norm = update.norm() if self._norm is None else self._norm
+            if self._reduction == "sum" and norm is not None:
+                norm = norm / total
+            self._last = Estimate(self._last.sums, partial(update.summed, self.key), norm, total)
         else:
             self._last = Estimate(self._last.sums)
         update.notes[self.key] = self._last

@@ -129,12 +129,9 @@ class MicroBatchSize:
             for name, least in LEAST.items()
             if name not in ("size", "too_large") or state.get(name, 0) is not None
         }
-        size = numbers.pop("size", None)
+        sizes = [size for size in (numbers.pop("size", None), self.most) if size is not None]
         # A size that nothing limited was the one requested then.
-        if "too_large" not in numbers:
-            size = None
-        elif self.most is not None and size is not None:
-            size = min(size, self.most)
+        size = min(sizes, default=None) if "too_large" in numbers else None
         return MicroBatchSize(self.most, size, **numbers)
 
 

@@ -203,8 +203,7 @@ class Places:
     def positions(self) -> list[Position | None]:
         """The position of each loader that tells its state, in order, where the next update begins."""
         start, positions, is_later_read = self.job.start, list[Position | None](), False
-        if start is None and not any(place.is_read for place in self._places):
-            self._begins_anew = True
+        self._begins_anew |= start is None and not any(place.is_read for place in self._places)
         for place in reversed(self._places):
             position = place.position
             if start is not None and start.place is place:
