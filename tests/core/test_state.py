@@ -336,7 +336,8 @@ def test_state_has_the_numbers_of_any_numpy_generator(kind):
     try:
         model, accumulator = one_weight()
         numpy.random.randn()
-        for x in accumulator.window([torch.ones(1, 1)]):
+        window = accumulator.window([torch.ones(1, 1)])
+        for x in window:
             drawn = numpy.random.randn()
             state = accumulator.state_dict()
             window.backward(model(x).mean())
