@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..norms import names_of
 from .private import gathered_parameters, is_hooked
-from .receipt import block_of, is_seen, project
+from .receipt import is_seen, num_copies, project
 
 Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")
@@ -99,29 +99,26 @@ class Ledger:
         """Looks up the parameters' names, and wrappers, while their modules are alive."""
         self.wrapped |= self.is_wrapped()
         by_id = names_of(self.roots())
-        for place, one in enumerate(self.parameters):
-            if (name := by_id.get(id(one))) is not None:
+        for place, parameter in enumerate(self.parameters):
+            if (name := by_id.get(id(parameter))) is not None:
                 self.names[place] = name.removeprefix("module.")
 
-    def sharded(self) -> dict[int, int]:
-        """The number of ranks that hold the same shard, by place."""
-        parts = ((place, one) for place, one in enumerate(self.parameters) if hasattr(one, "to_local"))
-        return {place: 1 if (block := block_of(one)) is None else block.num_copies for place, one in parts}
+    def has_shards(self) -> bool:
+        return any(map(num_copies, self.parameters))
 
     def is_wrapped(self) -> bool:
         """True if any module is data-parallel, under DDP, FSDP1 or FSDP2."""
         modules = (module for root in self.roots() for module in root.modules())
-        return bool(self.sharded()) or any(type(one).__name__.endswith("DataParallel") for one in modules)
+        return self.has_shards() or any(type(module).__name__.endswith("DataParallel") for module in modules)
 
     def as_dict(self) -> dict[str, Any]:
-        every, sharded = self.parameters, self.sharded()
         about = {
-            "name": [self.names.get(place, f"parameter {place}") for place in range(len(every))],
-            "copies": [sharded.get(place, 0) for place in range(len(every))],  # ranks with this shard; 0: it is whole
-            "coarse": [place in self.coarse for place in range(len(every))],
-            "vector": [one.ndim < 2 for one in every],
-            "numel": [one.numel() for one in every],
-            "bytes": [one.numel() * one.element_size() for one in every],
+            "name": [self.names.get(place, f"parameter {place}") for place in range(len(self.parameters))],
+            "coarse": [place in self.coarse for place in range(len(self.parameters))],
+            "copies": [*map(num_copies, self.parameters)],
+            "vector": [parameter.ndim < 2 for parameter in self.parameters],
+            "numel": [parameter.numel() for parameter in self.parameters],
+            "bytes": [parameter.numel() * parameter.element_size() for parameter in self.parameters],
         }
         return {"parameters": about, "wrapped": self.wrapped, "mesh": self.mesh}
 
@@ -130,9 +127,8 @@ class Ledger:
     @quietly
     def arm(self) -> None:
         """Hooks every leaf that has no hook yet: FSDP2's appear in the first forward."""
-        gathered: dict[int, Any] = {}
-        if self.sharded():
-            gathered = {id(shard): whole for shard, whole in gathered_parameters(self.roots())}
+        shards = gathered_parameters(self.roots()) if self.has_shards() else ()
+        gathered = {id(shard): whole for shard, whole in shards}
         for place, parameter in enumerate(self.parameters):
             leaf = gathered.get(id(parameter), parameter)
             if leaf is None or id(leaf) in self._hooks or not leaf.requires_grad or not is_seen(leaf):
@@ -157,19 +153,18 @@ class Ledger:
 
     def receipts(self, places: Iterable[int], *, of_values: bool = False) -> Receipts:
         """Takes receipts of the gradients as they are now, or of the parameters themselves."""
-        found: Receipts = {}
+        taken: Receipts = {}
         for place in places:
             parameter = self.parameters[place]
-            one = parameter if of_values else parameter.grad
-            if one is not None and (one.is_sparse or not is_seen(parameter)):
-                self.unseen.add(place)
-            if one is None or place in self.unseen:
+            tensor = parameter if of_values else parameter.grad
+            if tensor is None:
                 continue
-            if not hasattr(one, "to_local"):
-                found[place] = project(one)
-            elif (block := block_of(one)) is not None:
-                found[place] = project(one.to_local(), one.shape, block.starts)
-        return found
+            if tensor.is_sparse or not is_seen(parameter):
+                self.unseen.add(place)
+            # A sum over ranks that is yet to be made has no receipt.
+            elif not any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+                taken[place] = project(tensor)
+        return taken
 
 
 def callable_parts(root: nn.Module) -> Iterable[nn.Module]:
@@ -181,10 +176,10 @@ def callable_parts(root: nn.Module) -> Iterable[nn.Module]:
 
 def on_host(receipts: Sequence[Receipts], places: Sequence[int]) -> Tensor:
     """Copies all of these to the host, in one tensor with 0 where there is none."""
-    present = [one[place].to(torch.float64) for one in receipts for place in places if place in one]
+    present = [by_place[place].to(torch.float64) for by_place in receipts for place in places if place in by_place]
     width = present[0].numel() if present else 1
-    found = torch.zeros(len(receipts), len(places), width, dtype=torch.float64, device="cpu")
+    rows = torch.zeros(len(receipts), len(places), width, dtype=torch.float64, device="cpu")
     if present:
-        mask = torch.tensor([[place in one for place in places] for one in receipts])
-        found[mask] = torch.stack(present).cpu()
-    return found
+        mask = torch.tensor([[place in by_place for place in places] for by_place in receipts])
+        rows[mask] = torch.stack(present).cpu()
+    return rows

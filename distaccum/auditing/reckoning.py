@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..text import shorten
-from .receipt import NUM, explain
+from .receipt import NUM, explain, fit
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Key = tuple[int, int]  # the optimizer's place, and the update's index
@@ -41,8 +41,8 @@ class Verdict(NamedTuple):
 
 def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
     """Selects what a rank knows about these parameters: a list of names, and a tensor of everything else."""
-    found = {what: [every[place] for place in places] for what, every in about["parameters"].items()}
-    return {what: one if what == "name" else torch.tensor(one) for what, one in found.items()}
+    chosen = {what: [values[place] for place in places] for what, values in about["parameters"].items()}
+    return {what: values if what == "name" else torch.tensor(values) for what, values in chosen.items()}
 
 
 @final
@@ -58,32 +58,32 @@ class Reckoning:
     """
 
     def __init__(self, seen: Seen, updates: Seen, before: Tensor | None) -> None:
-        first = updates[0]
+        first, backwards = updates[0], [update["backwards"] for update in updates]
         self.faults: list[Fault] = []
         self.notes, self.unjudged = list[str](), list[str]()
         self.factor: float | None = None
         self.alone: list[float] = []
         self.shared, self.is_own = "", False
-        self.index, self.line, self.ranks = first["index"], first["line"], [one["rank"] for one in seen]
-        self.where = first["backwards"][-1]["line"] if first["backwards"] else self.line
+        self.index, self.line, self.ranks = first["index"], first["line"], [rank["rank"] for rank in seen]
+        self.where = backwards[0][-1]["line"] if backwards[0] else self.line
         about = columns(seen[0], first["places"])
         self.names, copies = about["name"], about["copies"]
         self.equations = about["numel"].clamp(max=NUM)
         self.bound = torch.where(about["coarse"], torch.tensor(COARSE, dtype=torch.float64), FINE)
-        given = [[one["received"][None] for one in each["backwards"]] for each in updates]
         # For each rank: backward, parameter, projection
-        self.received = [torch.cat(rows or [first["closed"][None][:0]]) for rows in given]
-        self.own = torch.stack([one.sum(0) for one in self.received])
+        nothing = torch.zeros_like(first["closed"])
+        self.received = [torch.stack([nothing, *(each["received"] for each in of_rank)])[1:] for of_rank in backwards]
+        self.own = torch.stack([received.sum(0) for received in self.received])
         self.whole = self.own.mean(0)
-        self.size = torch.stack([one.norm(dim=(0, 2)) for one in self.received]).mean(0)
-        self.closed = torch.stack([one["closed"] for one in updates])
+        self.size = torch.stack([received.norm(dim=(0, 2)) for received in self.received]).mean(0)
+        self.closed = torch.stack([update["closed"] for update in updates])
         sharded = copies > 0
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
-        reached = [one[one.any(-1)] for one in (one.any(-1) for one in self.received)]
-        drawn = {tuple(backward["batch"]) for one in updates for backward in one["backwards"]}
-        self.is_tasks = len(drawn) == 1 and any(bool((one != one[:1]).any()) for one in reached)
-        self._judge(sharded | same_on_all([one["values"] for one in updates], about["vector"]))
+        reached = [every[every.any(-1)] for every in (received.any(-1) for received in self.received)]
+        drawn = {tuple(backward["batch"]) for of_rank in backwards for backward in of_rank}
+        self.is_tasks = len(drawn) == 1 and any(bool((every != every[:1]).any()) for every in reached)
+        self._judge(sharded | same_on_all([update["values"] for update in updates], about["vector"]))
 
     def _judge(self, is_copy: Tensor) -> None:
         judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0)
@@ -103,82 +103,84 @@ class Reckoning:
             if alone.equal(judged):
                 self.alone = _ratio(self.closed, self.own)[:, alone].median(-1).values.tolist()
             judged &= ~alone
-        if not judged.any():
-            return
+        if judged.any():
+            self._compare(judged)
+
+    def _compare(self, judged: Tensor) -> None:
+        """Compares gradients that are reduced with the sum of what autograd gave."""
         factor = float(_ratio(self.closed[0], self.whole)[judged].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= self.bound)
         repeats = judged & ~wrong & self._repeats()
         self.shared = self._named(repeats) if repeats.any() and not repeats[judged].all() else ""
         rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
-        most = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
-        found = self._explain(judged if most else wrong, None if most else factor) if wrong.any() else []
-        if (wrong & ~rounded).any():
-            if not found:
-                self.is_own = True
-                text = f"what the script does with the gradient of {self._named(wrong)} before it steps"
-                self.unjudged.append(text)
-        elif rounded.any() and not found:
-            half, most = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16", False
+        is_unknown = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
+        faults = self._explain(judged if is_unknown else wrong, None if is_unknown else factor) if wrong.any() else []
+        self.faults += faults
+        if not faults and (wrong & ~rounded).any():
+            self.is_own = True
+            self.unjudged.append(f"what the script does with the gradient of {self._named(wrong)} before it steps")
+        elif not faults and rounded.any():
+            half, is_unknown = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16", False
             what = f"the gradient of {self._named(rounded)} is rounded on its way to the step"
             self.notes.append(f"{what}, as {half} rounds")
-        self.factor = None if most else factor
-        self.faults += found
+        self.factor = None if is_unknown else factor
 
     def _named(self, places: Tensor) -> str:
-        return shorten([name for name, is_one in zip(self.names, places.tolist(), strict=True) if is_one])
+        return shorten([name for name, is_meant in zip(self.names, places.tolist(), strict=True) if is_meant])
 
     def _repeats(self) -> Tensor:
         """Tells to which parameters each backward gives the same gradient."""
-        most = [one.abs().amax((0, 2)) * (len(one) > 1) for one in self.received]
-        apart = [(one - one[:1]).abs().amax((0, 2)) for one in self.received]
+        most = [received.abs().amax((0, 2)) * (len(received) > 1) for received in self.received]
+        apart = [(received - received[:1]).abs().amax((0, 2)) for received in self.received]
         return torch.stack([off < 1e-4 * size for off, size in zip(apart, most, strict=True)]).all(0)
 
     def _explain(self, wrong: Tensor, factor: float | None) -> list[Fault]:
         """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""
-        parts = {(r, k): one[wrong].flatten() for r, each in enumerate(self.received) for k, one in enumerate(each)}
+        parts = {(r, k): row[wrong].flatten() for r, rows in enumerate(self.received) for k, row in enumerate(rows)}
         before = [] if self.before is None else [self.before[0][wrong].flatten()]
         bound, hand = float(self.bound[wrong].max()), "keep each gradient from its backward to the step"
-        names, basis = self._named(wrong), torch.stack([*parts.values(), *before], dim=1)
+        names, basis = self._named(wrong), [*parts.values(), *before]
         num, owners = int(self.equations[wrong].sum()), torch.tensor([rank for rank, _ in parts])
-        if num <= basis.shape[1]:  # too few equations for a fit: is one part lost, or there twice?
-            given = {(self.ranks[r], k): one * (factor or 0.0) / len(self.own) for (r, k), one in parts.items()}
+        if num <= len(basis):  # too few equations for a fit: is one part lost, or there twice?
+            given = {(self.ranks[r], k): row * (factor or 0.0) / len(self.own) for (r, k), row in parts.items()}
             said = explain(given, self.closed[0][wrong].flatten(), None, self.index, bound) if num >= NUM else ""
             text = f"{names}: {said} in update {self.index}"
             return [Fault("lost", self.where, text, hand)] if "is lost" in said or "counts twice" in said else []
-        found, whole = [], basis[:, : len(parts)].sum(1)[None]
-        for rank, target in enumerate(one[wrong].flatten() for one in self.closed):
-            fit = torch.linalg.lstsq(basis, target, driver="gelsd").solution
-            off = float((basis @ fit - target).norm() / target.norm())
+        faults, whole = [], torch.stack([*parts.values()]).sum(0)[None]
+        error = (
+            float(torch.linalg.pinv(torch.stack(basis)).norm(dim=0).max()) / (num - len(basis)) ** 0.5
+        )  # per unit that is left
+        for rank, target in enumerate(self.closed[:, wrong].flatten(1)):
+            weights, rest = fit(basis, target)
+            off = rest / float(target.norm())
             if off > bound:
                 return []
-            largest = float(fit[: len(parts)].abs().max())
-            noise = off * float(target.norm()) / (num - basis.shape[1]) ** 0.5
-            unsure = noise * float(torch.linalg.pinv(basis).norm(dim=1).max()) / largest  # a reduction may round
-            shares = fit[: len(parts)] / largest
-            mine = shares[owners == rank]
-            shown = ", ".join(f"{float(one):.3g}" if abs(one) > bound else "0" for one in mine)
-            lost, is_even = int((mine.abs() < bound).sum()), float(_rest(target[None, None], whole)) < 10 * off
-            if before and abs(fit[-1]) > 10 * bound:
+            largest = float(weights[: len(parts)].abs().max())
+            shares = weights[: len(parts)] / largest
+            own = shares[owners == rank]
+            shown = ", ".join(f"{share:.3g}" if abs(share) > bound else "0" for share in own.tolist())
+            lost, is_even = int((own.abs() < bound).sum()), float(_rest(target[None, None], whole)) < 10 * off
+            if before and abs(weights[-1]) > 10 * bound:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
-                found.append(Fault("stale", self.line, text, "clear gradients after each step"))
-            elif not is_even and float(shares.max() - shares.min()) > max(2 * bound, 8 * unsure):
-                what = f"{lost} of {len(mine)} backwards are lost" if lost else "backwards count differently"
+                faults.append(Fault("stale", self.line, text, "clear gradients after each step"))
+            elif not is_even and float(shares.max() - shares.min()) > max(2 * bound, 8 * error * rest / largest):
+                what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
                 text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
-                found.append(Fault("lost" if lost else "uneven", self.where, text, hand))
-        return found
+                faults.append(Fault("lost" if lost else "uneven", self.where, text, hand))
+        return faults
 
 
 def same_on_all(values: Sequence[Tensor], vectors: Tensor) -> Tensor:
     """Tells which parameters are equal on all ranks; if some are not, equal vectors, and zeros, may be shards."""
-    same = (torch.stack([one - values[0] for one in values]).abs() == 0).all(0).all(-1)
+    same = (torch.stack([of_rank - values[0] for of_rank in values]).abs() == 0).all(0).all(-1)
     return same if same.all() else same & ~vectors & values[0].any(-1)
 
 
 def _ratio(closed: Tensor, given: Tensor) -> Tensor:
     """The multiple of the given receipts that is nearest to the closed ones."""
-    found: Tensor = (closed * given).sum(-1) / given.square().sum(-1).clamp(min=1e-300)
-    return found
+    ratio: Tensor = (closed * given).sum(-1) / given.square().sum(-1).clamp(min=1e-300)
+    return ratio
 
 
 def _rest(closed: Tensor, given: Tensor) -> Tensor:
