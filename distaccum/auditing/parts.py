@@ -7,6 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from .private import OWN
@@ -15,9 +16,38 @@ from .reckoning import Key, Reckoning
 BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
 Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
-Steps = Sequence[
-    tuple[str, Any, str]
-]  # from a loss to its criterion: how a node scales or adds, by what, in which line
+Site = tuple[str, str, str]  # line, function, inner line
+
+
+Steps = Sequence[tuple[str, Any, str]]  # how a node scales or adds, by what (None: it cannot be read), in which line
+
+
+class Path(list[tuple[str, Any, str]]):
+    """The way from a loss to its criterion: the steps of its graph.
+
+    Each divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
+    ("add"), or does what no sum does ("own").
+    """
+
+    @property
+    def coefficient(self) -> float:
+        """The product of what multiplies."""
+        return float(math.prod(abs(by or 1.0) for how, by, _ in self if how.startswith("mul")))
+
+    @property
+    def at_root(self) -> float:
+        """The product of what divides and multiplies next to the loss, up to a node that does something else."""
+        factors = [(how, abs(by or 0.0)) for how, by, _ in self if how != "add"]
+        known = takewhile(lambda step: step[0] in ("div", "mul") and step[1], factors)
+        return float(math.prod(1 / by if how == "div" else by for how, by in known))
+
+    def intent(self, count: float) -> float:
+        """The product of what the script multiplies by, and divides by unless that is a count."""
+        divisors = (abs(by) for how, by, _ in self if how == "div" and by and by % 1 and not is_equal(by, count))
+        return float(self.coefficient / math.prod(divisors))
+
+    def without_coefficient(self) -> Path:
+        return Path(step for step in self if not step[0].startswith("mul") and step[:2] != ("div", 1.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +59,7 @@ class Part:
     backward: int  # its place in the update
     line: str  # of the backward
     batch: tuple[int, int, int]  # a loader, the number of its batch, and how many passes over loaders had ended
-    site: tuple[str, str, str]  # line, function, inner line
+    site: Site
     call: int  # how many of this site the backward has had
     term: dict[str, Any]
     path: Steps | None  # None where nobody looked at the graph
@@ -73,14 +103,16 @@ class Run:
                     about = {"index": index, "rank": rank, "backward": i, "line": backward["line"]}
                     about["batch"] = tuple(backward["batch"])
                     self.parts[place] += _parts(about, backward, update["scale"], times)
+        self.sums: dict[Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for place, parts in self.parts.items():
             # Nobody may have looked at the graph of later updates.
             rooted, counting = {part.site for part in parts if part.is_rooted}, _multiplied_by_counts(parts)
-            parts = [replace(part, is_rooted=part.site in rooted) for part in parts]
-            self.parts[place] = [_without_multipliers(part) if part.site in counting else part for part in parts]
-        self.sums: dict[Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        for place, part in ((place, part) for place, parts in self.parts.items() for part in parts if not part.is_own):
-            self.sums[place, part.index][part.rank] += part.total
+            self.parts[place] = parts = [replace(part, is_rooted=part.site in rooted) for part in parts]
+            for i, part in enumerate(parts):
+                if part.site in counting and part.path is not None:
+                    parts[i] = replace(part, intent=1.0, path=Path(part.path).without_coefficient())
+                if not part.is_own:
+                    self.sums[place, part.index][part.rank] += part.total
 
     def is_one_mean(self, factors: Mapping[Key, Sequence[float]]) -> bool:
         """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
@@ -168,69 +200,44 @@ def are_equal(values: Iterable[float]) -> bool:
 
 
 def _parts(about: dict[str, Any], backward: dict[str, Any], scale: float, times: Counter[int]) -> Iterable[Part]:
-    calls, own, terms = Counter[Any](), [*backward["own"]], backward["terms"]
-    adds = max((sum(how == "add" for how, *_ in term["divisors"] or ()) for term in terms), default=0)
+    calls, terms = Counter[Site](), backward["terms"]
+    own = [_unscaled(path, scale) for path in backward["own"]]
+    num_added = max((sum(how == "add" for how, *_ in term["divisors"] or ()) for term in terms), default=0)
     for term in terms:
         num, site = times.pop(id(term), 0), tuple(term["site"])
         if not num:
             continue  # of a graph that another backward went through too
         calls[site] += 1
-        path = term["divisors"] and _unscaled(term["divisors"], scale)
+        path = None if term["divisors"] is None else _unscaled(term["divisors"], scale)
         is_rooted = any(how == OWN for how, *_ in path or ())
         # The script may give the units of one call different weights.
         is_weighed = term["low"] is not None and term["seed"] > term["low"] * (1 + max(BOUND, 4 * term["eps"]))
-        own += [path or []] * (is_rooted or is_weighed)
+        if is_rooted or is_weighed:
+            own.append(path or Path())
         if not is_weighed:
-            total = num * term["seed"] / scale * (1 if term["reduction"] in MEANS else term["count"])
-            intent = None if path is None else _intent(path, term["count"])
-            known = {"call": calls[site], "term": term, "path": path, "total": total, "intent": intent}
-            yield Part(**about, site=site, **known, addends=(adds + 1) * (adds >= len(terms)), is_rooted=is_rooted)
+            known = {"total": num * term["seed"] / scale * (1 if term["reduction"] in MEANS else term["count"])}
+            known |= {"addends": (num_added + 1) * (num_added >= len(terms)), "is_rooted": is_rooted, "path": path}
+            intent = None if path is None else path.intent(term["count"])
+            yield Part(**about, site=site, call=calls[site], term=term, intent=intent, **known)
     if own or not terms:
-        path = _unscaled((own or [[]])[0], scale)
-        term = {"reduction": "mean", "count": 1, "rows": 1, "eps": 0.0}
-        yield Part(**about, site=(about["line"], OWN, ""), call=1, term=term, path=path, total=_leading(path))
+        path, term = (own or [Path()])[0], {"reduction": "mean", "count": 1, "rows": 1, "eps": 0.0}
+        yield Part(**about, site=(about["line"], OWN, ""), call=1, term=term, path=path, total=path.at_root)
 
 
-def _unscaled(path: Steps, scale: float) -> Steps:
-    return [step for step in path if step[:2] != ("mul", scale)]
+def _unscaled(path: Steps, scale: float) -> Path:
+    return Path(step for step in path if step[:2] != ("mul", scale))
 
 
-def _leading(path: Steps) -> float:
-    """The product of what divides and multiplies a loss at its root."""
-    product = 1.0
-    for how, value, _ in path:
-        if how not in ("div", "mul", "add") or (how != "add" and not value):
-            break
-        product *= 1.0 if how == "add" else 1 / abs(value) if how == "div" else abs(value)
-    return product
-
-
-def _intent(path: Steps, count: float) -> float:
-    """The product of what the script multiplies by, and divides by unless that is a count."""
-    others = (value for how, value, _ in path if how == "div" and value and value % 1 and not is_equal(value, count))
-    return float(_multipliers(path) / math.prod(map(abs, others)))
-
-
-def _multipliers(path: Steps) -> float:
-    return float(math.prod(abs(value or 1.0) for how, value, _ in path if how.startswith("mul")))
-
-
-def _without_multipliers(part: Part) -> Part:
-    path = [step for step in part.path or () if not step[0].startswith("mul") and step[:2] != ("div", 1.0)]
-    return part if part.path is None else replace(part, intent=1.0, path=path)
-
-
-def _multiplied_by_counts(parts: Sequence[Part]) -> set[tuple[str, str, str]]:
+def _multiplied_by_counts(parts: Sequence[Part]) -> set[Site]:
     """Criterions whose losses are multiplied by their counts, which no script intends as a weight."""
-    by_site: dict[tuple[str, str, str], list[Part]] = defaultdict(list)
+    by_site: dict[Site, list[tuple[float, float]]] = defaultdict(list)
     for part in parts:
         if part.path is not None and part.term["count"] and part.term["reduction"] in MEANS and not part.is_own:
-            by_site[part.site].append(part)
+            by_site[part.site].append((part.term["count"], Path(part.path).coefficient))
     return {
         site
-        for site, of_site in by_site.items()
-        if not are_equal(part.term["count"] for part in of_site)
-        and are_equal(_multipliers(part.path or ()) / part.term["count"] for part in of_site)
+        for site, known in by_site.items()
+        if not are_equal(count for count, _ in known) and are_equal(factor / count for count, factor in known)
     }
 
 
