@@ -32,19 +32,19 @@ def hearing(see: See) -> Iterator[list[str]]:
     """
     names = [name for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split()) if hasattr(functional, name)]
     every = {name: getattr(functional, name) for name in names}
-    own = [one for one in every.values() if getattr(one, "__globals__", None) is vars(functional)]
-    before = [(one, one.__code__, one.__kwdefaults__) for one in own]
-    for one, code, more in before:
-        original: Any = FunctionType(code, one.__globals__, one.__name__, one.__defaults__)
+    own = [function for function in every.values() if getattr(function, "__globals__", None) is vars(functional)]
+    before = [(function, function.__code__, function.__kwdefaults__) for function in own]
+    for function, code, more in before:
+        original: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = more
-        one.__wrapped__ = original  # shows its signature and source
-        one.__code__, one.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original)}
+        function.__wrapped__ = original  # shows its signature and source
+        function.__code__, function.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original)}
     try:
-        yield [name for name, one in every.items() if one not in own]
+        yield [name for name, function in every.items() if function not in own]
     finally:
-        for one, code, more in before:
-            vars(one).pop("__wrapped__", None)
-            one.__code__, one.__kwdefaults__ = code, more
+        for function, code, more in before:
+            vars(function).pop("__wrapped__", None)
+            function.__code__, function.__kwdefaults__ = code, more
 
 
 def _in_its_place(*args: Any, call: Any, **options: Any) -> Any:

@@ -45,7 +45,7 @@ class Ledger:
         self.mesh: list[int] = []  # the ranks that FSDP2 shards over
         self.receiving: Receipts | None = None  # of the backward that runs now
         self.is_hooked = False  # by the script, whose hooks may divide too
-        self.wrapped = False
+        self.wrapped = False  # data-parallel, by DDP, FSDP1 or FSDP2
         self.unseen: set[int] = set()  # places of those that receipts cannot see
         self._places: dict[int, int] = {}  # by id
         self._refs: list[weakref.ref[Any]] = []  # by place
@@ -97,7 +97,8 @@ class Ledger:
 
     def name(self) -> None:
         """Looks up the parameters' names, and wrappers, while their modules are alive."""
-        self.wrapped |= self.is_wrapped()
+        modules = (module for root in self.roots() for module in root.modules())
+        self.wrapped |= self.has_shards() or any(type(module).__name__.endswith("DataParallel") for module in modules)
         by_id = names_of(self.roots())
         for place, parameter in enumerate(self.parameters):
             if (name := by_id.get(id(parameter))) is not None:
@@ -105,11 +106,6 @@ class Ledger:
 
     def has_shards(self) -> bool:
         return any(map(num_copies, self.parameters))
-
-    def is_wrapped(self) -> bool:
-        """True if any module is data-parallel, under DDP, FSDP1 or FSDP2."""
-        modules = (module for root in self.roots() for module in root.modules())
-        return self.has_shards() or any(type(module).__name__.endswith("DataParallel") for module in modules)
 
     def as_dict(self) -> dict[str, Any]:
         about = {
@@ -127,19 +123,19 @@ class Ledger:
     @quietly
     def arm(self) -> None:
         """Hooks every leaf that has no hook yet: FSDP2's appear in the first forward."""
-        shards = gathered_parameters(self.roots()) if self.has_shards() else ()
-        gathered = {id(shard): whole for shard, whole in shards}
+        gathered = dict(gathered_parameters(self.roots())) if self.has_shards() else {}
         for place, parameter in enumerate(self.parameters):
             leaf = gathered.get(id(parameter), parameter)
             if leaf is None or id(leaf) in self._hooks or not leaf.requires_grad or not is_seen(leaf):
                 continue
-            if not hasattr(leaf, "to_local"):  # otherwise a shard that is not gathered, or tensor-parallel
-                self.is_hooked |= is_hooked(leaf)
-                self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
-                if leaf is not parameter:
-                    self.mesh = parameter.device_mesh.mesh.flatten().tolist()
-                if torch.finfo(leaf.dtype).eps > 1e-4:
-                    self.coarse.add(place)
+            if num_copies(leaf):  # a shard that is not gathered, or tensor-parallel
+                continue
+            self.is_hooked |= is_hooked(leaf)
+            self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
+            if leaf is not parameter:
+                self.mesh = parameter.device_mesh.mesh.flatten().tolist()
+            if torch.finfo(leaf.dtype).eps > 1e-4:
+                self.coarse.add(place)
 
     def disarm(self) -> None:
         while self._hooks:
@@ -148,8 +144,7 @@ class Ledger:
     @quietly
     def _receive(self, place: int, gradient: Tensor) -> None:
         if (received := self.receiving) is not None and not gradient.is_sparse:
-            receipt = project(gradient)
-            received[place] = received[place] + receipt if place in received else receipt
+            received[place] = received.get(place, 0) + project(gradient)
 
     def receipts(self, places: Iterable[int], *, of_values: bool = False) -> Receipts:
         """Takes receipts of the gradients as they are now, or of the parameters themselves."""

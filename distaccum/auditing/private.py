@@ -41,13 +41,18 @@ def backwards() -> Iterator[tuple[Any, str, int]]:
             yield kind, "backward", 1
 
 
-def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]:
-    """FSDP2's shards, each with the gathered parameter that gets autograd's gradient, which has no public name."""
+def _sharded(models: Sequence[nn.Module]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields FSDP2's modules, each with its groups and their parameters."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in {id(m): m for root in roots for m in root.modules()}.values() if fsdp is not None else ():
+    for module in {id(m): m for model in models for m in model.modules()}.values() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
             for group in fsdp2.groups_of(fsdp2.state_of(module)):
-                yield from ((p.sharded_param, fsdp2.gathered_of(p)) for p in group.fsdp_params)
+                yield from ((module, group, parameter) for parameter in group.fsdp_params)
+
+
+def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
+    """The gathered parameters that get autograd's gradients, which have no public name, by the ids of FSDP2's shards."""
+    return ((id(parameter.sharded_param), fsdp2.gathered_of(parameter)) for *_, parameter in _sharded(roots))
 
 
 class Source(NamedTuple):
@@ -61,17 +66,13 @@ class Source(NamedTuple):
 def sources_of(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[Source]:
     """Pairs parameters with the leaves that the coming window's backwards will reach; may gather them."""
     of_shards: dict[int, Source] = {}
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in {id(m): m for model in models for m in model.modules()}.values() if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
-            groups = fsdp2.groups_of(fsdp2.state_of(module))
-            if any(fsdp2.gathered_of(p) is None for group in groups for p in group.fsdp_params):
-                module.unshard()  # before its first forward; one at a time, as the whole model may not fit
-                module.reshard()
-            for of, p in ((group, p) for group in groups for p in group.fsdp_params):
-                dtypes = (fsdp2.adds_up_in(of, p), p.sharded_param.dtype)
-                coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-                of_shards[id(p.sharded_param)] = Source(fsdp2.gathered_of(p), p.sharded_param, coarsest)
+    for module, group, parameter in _sharded(models):
+        if fsdp2.gathered_of(parameter) is None:
+            module.unshard()  # before its first forward; one at a time, as the whole model may not fit
+            module.reshard()
+        shard = parameter.sharded_param
+        dtype = max(fsdp2.adds_up_in(group, parameter), shard.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        of_shards[id(shard)] = Source(fsdp2.gathered_of(parameter), shard, dtype)
     return [of_shards.get(id(p), Source(p, p, p.dtype)) for p in parameters]
 
 
@@ -85,9 +86,9 @@ def is_hooked(leaf: Any) -> bool:
     return bool(getattr(leaf, "_backward_hooks", None))
 
 
-def num_dims(one: Any) -> int:
+def num_dims(tensor: Any) -> int:
     """The number of dimensions that a tensor had before it was flattened, if its graph shows it."""
-    node = one.grad_fn
+    node = tensor.grad_fn
     while node is not None:
         name = node.name().removesuffix("Backward0")
         if name in ("View", "UnsafeView", "ReshapeAlias"):
@@ -95,7 +96,7 @@ def num_dims(one: Any) -> int:
         if name in ("Index", "MaskedSelect"):
             return 3  # a mask selected rows of a text
         node = node.next_functions[0][0] if name in ("LogSoftmax", "ToCopy", "Div", "Mul") else None
-    return int(one._base.ndim if one._is_view() else one.ndim)
+    return int(tensor._base.ndim if tensor._is_view() else tensor.ndim)
 
 
 def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 256) -> list[list[Any]]:
@@ -105,9 +106,10 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
     the stack that made its node, if torch has kept it. `hear` gets the node of a FUSED criterion, and these numbers,
     where the loss is a sum of what it gives. Returns such numbers of each addend that is no criterion's.
     """
-    edges = [(getattr(one, "grad_fn", None), 0) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
+    losses = [roots] if isinstance(roots, Tensor) else roots or ()
+    edges = [(node, 0) for loss in losses if (node := getattr(loss, "grad_fn", None)) is not None]
     # Edge, path, whether all of it is a sum, the path to a node that is not in CHAIN, and the number of one in no sum
-    todo: list[tuple[Any, list[Any], bool, Any, int]] = [(edge, [], True, None, -1) for edge in edges if edge[0]]
+    todo: list[tuple[Any, list[Any], bool, Any, int]] = [(edge, [], True, None, -1) for edge in edges]
     reached, own = set[int](), dict[int, list[Any]]()
     for i, ((node, place), path, is_sum, root, above) in enumerate(todo):
         kind, _, overload = node.name().rpartition("Backward")
@@ -125,25 +127,17 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
             above, own[i] = i, path if root is None else root
         if len(todo) >= (most if above < 0 else BENEATH):
             continue
-        is_sum &= name in SUMS
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
-        edges = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
-        if name not in ("Div", "Mul"):
-            more = [("add", None, ())] * (len(edges) - 1) + [(OWN, None, ())] * (name not in LINEAR and name == kind)
-            todo += [(edge, [*path, *more], is_sum, root, above) for _, edge in edges]
-        for k, edge in edges if name in ("Div", "Mul") else ():  # torch documents `_saved` names
-            by = node._saved_self if k else node._saved_other
-            how = OWN if k and name == "Div" else name.lower()
-            by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
-            todo.append(
-                (
-                    edge,
-                    [*path, (how, by, node.metadata.get(TRACE, ()))],
-                    is_sum and not getattr(by, "ndim", 0),
-                    root,
-                    above,
-                )
-            )
+        addends = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
+        steps = [("add", None, ())] * (len(addends) - 1) + [(OWN, None, ())] * (name not in LINEAR and name == kind)
+        for k, edge in addends:
+            by: Any = None
+            if name in ("Div", "Mul"):  # torch documents `_saved` names
+                by = node._saved_self if k else node._saved_other
+                by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
+                steps = [(OWN if k and name == "Div" else name.lower(), by, node.metadata.get(TRACE, ()))]
+            is_whole = is_sum and name in SUMS and not getattr(by, "ndim", 0)
+            todo.append((edge, [*path, *steps], is_whole, root, above))
     return [*own.values()]
 
 

@@ -192,8 +192,8 @@ class Receipt(Extension):
 
 
 def _receive(window: Window, received: dict[tuple[int, int], Tensor], place: int, gradient: Tensor) -> None:
-    where, receipt = (window.num_done, place), project(gradient)
-    received[where] = received[where] + receipt if where in received else receipt
+    where = window.num_done, place
+    received[where] = received.get(where, 0) + project(gradient)
 
 
 def _bounds(source: Source) -> tuple[float, float]:

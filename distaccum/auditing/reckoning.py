@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..text import shorten
-from .receipt import NUM, explain, fit
+from .receipt import COARSE, NUM, fit
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Key = tuple[int, int]  # the optimizer's place, and the update's index
-FINE, COARSE = 1e-3, 5e-2  # relative errors that are none; in half precision
+FINE = 1e-3  # relative errors that are none, unless they are in half precision
 WINDOW = (
     "for window in Accumulator(model, optimizer, steps=...).windows(loader): in its loop window.backward(loss), after "
     "it window.step()"
@@ -115,7 +115,7 @@ class Reckoning:
         self.shared = self._named(repeats) if repeats.any() and not repeats[judged].all() else ""
         rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
         is_unknown = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
-        faults = self._explain(judged if is_unknown else wrong, None if is_unknown else factor) if wrong.any() else []
+        faults = self._explain(judged if is_unknown else wrong) if wrong.any() else []
         self.faults += faults
         if not faults and (wrong & ~rounded).any():
             self.is_own = True
@@ -135,36 +135,30 @@ class Reckoning:
         apart = [(received - received[:1]).abs().amax((0, 2)) for received in self.received]
         return torch.stack([off < 1e-4 * size for off, size in zip(apart, most, strict=True)]).all(0)
 
-    def _explain(self, wrong: Tensor, factor: float | None) -> list[Fault]:
+    def _explain(self, wrong: Tensor) -> list[Fault]:
         """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""
-        parts = {(r, k): row[wrong].flatten() for r, rows in enumerate(self.received) for k, row in enumerate(rows)}
-        before = [] if self.before is None else [self.before[0][wrong].flatten()]
-        bound, hand = float(self.bound[wrong].max()), "keep each gradient from its backward to the step"
-        names, basis = self._named(wrong), [*parts.values(), *before]
-        num, owners = int(self.equations[wrong].sum()), torch.tensor([rank for rank, _ in parts])
-        if num <= len(basis):  # too few equations for a fit: is one part lost, or there twice?
-            given = {(self.ranks[r], k): row * (factor or 0.0) / len(self.own) for (r, k), row in parts.items()}
-            said = explain(given, self.closed[0][wrong].flatten(), None, self.index, bound) if num >= NUM else ""
-            text = f"{names}: {said} in update {self.index}"
-            return [Fault("lost", self.where, text, hand)] if "is lost" in said or "counts twice" in said else []
-        faults, whole = [], torch.stack([*parts.values()]).sum(0)[None]
-        error = (
-            float(torch.linalg.pinv(torch.stack(basis)).norm(dim=0).max()) / (num - len(basis)) ** 0.5
-        )  # per unit that is left
+        parts = [row[wrong].flatten() for received in self.received for row in received]
+        owners = torch.tensor([rank for rank, received in enumerate(self.received) for _ in received])
+        basis = parts if self.before is None else [*parts, self.before[0][wrong].flatten()]
+        num_spare = int(self.equations[wrong].sum()) - len(basis)
+        if num_spare <= 0:  # too few equations
+            return []
+        names, bound, faults = self._named(wrong), float(self.bound[wrong].max()), list[Fault]()
+        hand, whole = "keep each gradient from its backward to the step", torch.stack(parts).sum(0)
+        spread = float(torch.linalg.pinv(torch.stack(basis)).norm(dim=0).max()) / num_spare**0.5
         for rank, target in enumerate(self.closed[:, wrong].flatten(1)):
             weights, rest = fit(basis, target)
-            off = rest / float(target.norm())
+            off, largest = rest / float(target.norm()), float(weights[: len(parts)].abs().max())
             if off > bound:
                 return []
-            largest = float(weights[: len(parts)].abs().max())
-            shares = weights[: len(parts)] / largest
+            shares, unsure = weights[: len(parts)] / largest, spread * rest / largest  # as a reduction may round
             own = shares[owners == rank]
             shown = ", ".join(f"{share:.3g}" if abs(share) > bound else "0" for share in own.tolist())
-            lost, is_even = int((own.abs() < bound).sum()), float(_rest(target[None, None], whole)) < 10 * off
-            if before and abs(weights[-1]) > 10 * bound:
+            lost, is_even = int((own.abs() < bound).sum()), float(_rest(target[None, None], whole[None])) < 10 * off
+            if len(basis) > len(parts) and abs(weights[-1]) > 10 * bound:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
                 faults.append(Fault("stale", self.line, text, "clear gradients after each step"))
-            elif not is_even and float(shares.max() - shares.min()) > max(2 * bound, 8 * error * rest / largest):
+            elif not is_even and float(shares.max() - shares.min()) > max(2 * bound, 8 * unsure):
                 what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
                 text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
                 faults.append(Fault("lost" if lost else "uneven", self.where, text, hand))
