@@ -51,7 +51,7 @@ def _sharded(models: Sequence[nn.Module]) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
-    """The gathered parameters that get autograd's gradients, which have no public name, by the ids of FSDP2's shards."""
+    """The gathered parameters that get autograd's gradients, by the ids of FSDP2's shards."""
     return ((id(parameter.sharded_param), fsdp2.gathered_of(parameter)) for *_, parameter in _sharded(roots))
 
 
