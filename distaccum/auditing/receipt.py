@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -51,11 +51,8 @@ def project(gradient: Any) -> Tensor:
     """
     if not gradient.ndim:
         gradient = gradient.reshape(1)
-    (num_columns, *row), starts = gradient.shape, starts_of(gradient)
-    gradient = local(gradient.detach())
-    here = [slice(start, start + num) for start, num in zip(starts, gradient.shape, strict=True)]
-    columns = directions(num_columns, 0, gradient.device)[here[0]].T
-    rows = directions(math.prod(row), 1, gradient.device).view(*row, NUM)[tuple(here[1:])].reshape(-1, NUM).T
+    whole, starts, gradient = gradient.shape, starts_of(gradient), local(gradient.detach())
+    columns, rows = _sides(whole, starts, gradient.shape, gradient.device)
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         columns, gradient = columns[:, gradient.indices()[0]], gradient.values()
@@ -68,10 +65,21 @@ def project(gradient: Any) -> Tensor:
     return along.mul_(rows).sum(1)
 
 
-def starts_of(tensor: Any) -> Sequence[int]:
+@lru_cache(maxsize=512)
+def _sides(
+    whole: tuple[int, ...], starts: tuple[int, ...], shape: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The columns and rows of all r, cut to a block."""
+    here = [slice(start, start + num) for start, num in zip(starts, shape, strict=True)]
+    columns = directions(whole[0], 0, device)[here[0]]
+    rows = directions(math.prod(whole[1:]), 1, device).view(*whole[1:], NUM)[tuple(here[1:])].reshape(-1, NUM)
+    return columns.T, rows.T
+
+
+def starts_of(tensor: Any) -> tuple[int, ...]:
     """Where this rank's block of a DTensor begins in the whole, by dimension."""
     blocks = tensor.__create_chunk_list__() if hasattr(tensor, "to_local") else ()
-    return [*blocks[0].offsets] if blocks else [0] * tensor.ndim
+    return tuple(blocks[0].offsets) if blocks else (0,) * tensor.ndim
 
 
 def num_copies(tensor: Any) -> int:
