@@ -55,6 +55,12 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]
     return ((id(parameter.sharded_param), fsdp2.gathered_of(parameter)) for *_, parameter in _sharded(roots))
 
 
+def starts_of(tensor: Any) -> tuple[int, ...]:
+    """Where this rank's block of a DTensor begins in the whole, by dimension, as torch's checkpoints ask for it."""
+    blocks = tensor.__create_chunk_list__() if hasattr(tensor, "to_local") else ()
+    return tuple(blocks[0].offsets) if blocks else (0,) * tensor.ndim
+
+
 class Source(NamedTuple):
     """A leaf that backwards reach, the parameter that gets its gradient, and the dtype in which it accumulates."""
 

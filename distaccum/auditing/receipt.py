@@ -19,7 +19,7 @@ from ..ranks import in_contact
 from ..text import shorten
 from ..update import Update
 from ..window import Window
-from .private import Source, sources_of
+from .private import Source, sources_of, starts_of
 
 NUM = 8  # projections per gradient: as many equations for a fit of what was added up
 LONGEST = 1 << 17  # numbers in a row; the directions of a longer one would take too much memory
@@ -74,12 +74,6 @@ def _sides(
     columns = directions(whole[0], 0, device)[here[0]]
     rows = directions(math.prod(whole[1:]), 1, device).view(*whole[1:], NUM)[tuple(here[1:])].reshape(-1, NUM)
     return columns.T, rows.T
-
-
-def starts_of(tensor: Any) -> tuple[int, ...]:
-    """Where this rank's block of a DTensor begins in the whole, by dimension."""
-    blocks = tensor.__create_chunk_list__() if hasattr(tensor, "to_local") else ()
-    return tuple(blocks[0].offsets) if blocks else (0,) * tensor.ndim
 
 
 def num_copies(tensor: Any) -> int:
