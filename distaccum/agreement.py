@@ -6,7 +6,7 @@ Ranks exchange one row of checksums, once. Only if these differ do they exchange
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from . import private
 from .job import Job
-from .law import DistaccumError, LostRanksError
+from .law import DistaccumError
 from .norms import local, names_of
-from .ranks import Rows
 from .text import in_short, shorten
 
-ROUNDING = 1e-3  # of a norm: copies may be off by the order in which ranks added sparse rows
-Values = dict[str, Any]  # by what an error calls them
-Subjects = list[tuple[object, Values]]  # ranks that have the same key, in the first place, must have the same values
+# Of a norm: copies may be off by the order in which ranks added sparse rows.
+ROUNDING = 1e-3
+# Values by what an error calls them. Ranks that have the same key, in the first place, must have the same values.
+Values = dict[str, Any]
+Subjects = list[tuple[object, Values]]
 COMPARABLE = (type(None), bool, int, float, str, tuple)
-PLAIN = (Tensor, nn.Parameter)  # not a subclass, which may have no numbers to add up
+# Not a subclass, which may have no numbers to add up.
+PLAIN = (Tensor, nn.Parameter)
 
 
 class Numbers(NamedTuple):
@@ -45,12 +47,16 @@ def compare(job: Job) -> None:
     """
     peers = job.engine.peers
     if not peers.is_alone:
-        subjects = [*_settings(job), *_weights(job)]
+        subjects = _subjects(job)
         checksums = [float(crc32(repr(part).encode())) for subject in subjects for part in subject]
-        rows = _gather_first(job, checksums) if job.compared is None else peers.gather(checksums, everyone=True)
+        cure = ", which did not come to it; make the Accumulator and its windows on all ranks"
+        together = private.coming_together("first window", peers.ranks, "in its first window", cure)
+        with together if job.compared is None else nullcontext():
+            rows = peers.gather(checksums, everyone=True)
         for i in range(0, len(checksums), 2):
             pairs = {(row[i], row[i + 1]) for row in rows}
-            if len(pairs) > len({key for key, _ in pairs}):  # of one key, several values
+            # Several values of one key.
+            if len(pairs) > len({key for key, _ in pairs}):
                 gathered = peers.gather_objects((peers.global_rank, *subjects[i // 2]), everyone=True)
                 for own in dict.fromkeys(repr(key) for _, key, _ in gathered):
                     _refuse_differences({rank: values for rank, key, values in gathered if repr(key) == own})
@@ -71,28 +77,13 @@ def heard_by_all() -> Iterator[None]:
         private.leave_note(private.FAILED, "")
 
 
-def _gather_first(job: Job, checksums: Sequence[float]) -> Rows:
-    """Gathers the rows of all ranks, or says which ranks do not come to their first window."""
-    peers = job.engine.peers
-    place = private.sign_in("first window", peers.ranks)
-    try:
-        return peers.gather(checksums, everyone=True)
-    except LostRanksError as error:
-        if absent := private.absent_from(place, peers.ranks):
-            raise LostRanksError(
-                f"rank {peers.global_rank} lost contact with the other ranks: it waited in its first window for "
-                f"{absent}, which did not come to it; make the Accumulator and its windows on all ranks, alike, and "
-                "start all ranks again"
-            ) from error
-        raise
-
-
-def _settings(job: Job) -> Subjects:
-    """The options, which are those of all ranks, and what those of a data-parallel group train, and with what."""
+def _subjects(job: Job) -> Subjects:
+    """The options, which are those of all ranks, and what a data-parallel group trains: how, from which weights."""
     engine, config = job.engine, job.config
     options: Values = {
         **{name: _kind(getattr(config, name)) for name in ("steps", "batch_size", "sync", "on_nonfinite")},
-        "micro_batch_size": type(config.micro_batch_size).__name__,  # ranks with less memory may cut smaller
+        # Ranks with less memory may cut smaller.
+        "micro_batch_size": type(config.micro_batch_size).__name__,
         "max_norm": None if config.max_norm is None else float(config.max_norm),
         "reduction": dict(config.reductions),
         "count": {name: _kind(count) for name, count in config.counts.items()},
@@ -110,30 +101,21 @@ def _settings(job: Job) -> Subjects:
             shared[f"the number of parameters {where}"] = len(group["params"])
             shared |= {f"{name} {where}": value for name, value in group.items() if isinstance(value, COMPARABLE)}
     names, parameters = names_of(engine.models), job.parameters()
-    for i, (parameter, groups) in enumerate(zip(parameters, engine.cut_over(parameters), strict=True)):
+    cuts = engine.gradient(parameters).cuts
+    numbers = _sums_and_norms([local(parameter.detach()) for parameter in parameters])
+    # The ranks of a group have the same of what is whole, and those at the same places the same parts of the rest.
+    whole, parts = Values(), Values()
+    for i, (parameter, groups, pair) in enumerate(zip(parameters, cuts, numbers, strict=True)):
+        name = names.get(id(parameter))
         shape = "" if groups and not hasattr(parameter, "to_local") else f" of shape {list(parameter.shape)}"
         # A loss's own parameter may be frozen on the ranks that do not use it.
-        frozen = ", frozen" if id(parameter) in names and not parameter.requires_grad else ""
-        shared[f"parameter {i}"] = f"{names.get(id(parameter), '')}{shape} in {parameter.dtype}{frozen}"
-    return [((), options), (_ranks_of(job), shared)]
-
-
-def _weights(job: Job) -> Subjects:
-    """Sums and norms of what the ranks of a data-parallel group have whole, and of what those with equal parts have."""
-    names, parameters = names_of(job.engine.models), job.parameters()
-    cuts = job.engine.cut_over(parameters)
+        frozen = ", frozen" if name is not None and not parameter.requires_grad else ""
+        shared[f"parameter {i}"] = f"{name or ''}{shape} in {parameter.dtype}{frozen}"
+        (parts if groups else whole)[f"parameter {i}" if name is None else name] = pair
+    group = engine.peers.group
+    ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
     places = list(dict.fromkeys(tuple(map(dist.get_rank, groups)) for groups in cuts))
-    named = [(names.get(id(one), f"parameter {i}"), local(one.detach())) for i, one in enumerate(parameters)]
-    numbers = _sums_and_norms([tensor for _, tensor in named])
-    whole, parts = Values(), Values()
-    for (name, _), groups, pair in zip(named, cuts, numbers, strict=True):
-        (parts if groups else whole)[name] = pair
-    return [(_ranks_of(job), whole), ((_ranks_of(job), places), parts)]
-
-
-def _ranks_of(job: Job) -> tuple[int, ...]:
-    group = job.engine.peers.group
-    return () if group is None else tuple(dist.get_process_group_ranks(group))
+    return [((), options), (ranks, shared), (ranks, whole), ((ranks, places), parts)]
 
 
 def _kind(value: Any) -> Any:
@@ -143,19 +125,18 @@ def _kind(value: Any) -> Any:
 def _sums_and_norms(tensors: Sequence[Tensor]) -> list[Numbers]:
     """Reads both of each tensor from the device at once; zeros where it has no plain numbers."""
     values = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    known = [tensor.itemsize > 1 and tensor.is_floating_point() and type(tensor) in PLAIN for tensor in values]
-    read = [tensor for tensor, is_known in zip(values, known, strict=True) if is_known and not tensor.is_meta]
-    if not read:
-        return [Numbers(0.0, 0.0)] * len(values)
-    device, wide = read[0].device, torch.float64
-    sums = torch.stack([torch.sum(tensor, dtype=wide).to(device) for tensor in read])
-    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=wide).to(device) for tensor in read])
-    pairs = iter(torch.stack([sums, norms], 1).tolist())
-    return [Numbers(*next(pairs)) if is_known else Numbers(0.0, 0.0) for is_known in known]
+    plain = [value.itemsize > 1 and value.is_floating_point() and type(value) in PLAIN for value in values]
+    read = [i for i, value in enumerate(values) if plain[i] and not value.is_meta]
+    numbers = [Numbers(0.0, 0.0)] * len(values)
+    if read:
+        both = [f(values[i], dtype=torch.float64) for f in (torch.sum, torch.linalg.vector_norm) for i in read]
+        pairs = torch.stack([one.to(both[0].device) for one in both]).view(2, -1).T.tolist()
+        for i, pair in zip(read, pairs, strict=True):
+            numbers[i] = Numbers(*pair)
+    return numbers
 
 
 def _refuse_differences(by_rank: Mapping[int, Values]) -> None:
-    """Raises if values differ between these ranks, and says which."""
     names = dict.fromkeys(name for values in by_rank.values() for name in values)
     differ = [name for name in names if _differ([values.get(name) for values in by_rank.values()])]
     if not differ:

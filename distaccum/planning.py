@@ -79,8 +79,7 @@ class Planner:
 
     def window_of(self, part: LocalPart, reports: Reports, mode: RunMode = LOOP, pace: Pace | None = None) -> Window:
         """Makes the window from the merged reports; raises on all of them if one failed."""
-        job, engine, config = self.job, self.job.engine, self.job.config
-        peers = engine.peers
+        job, peers, config = self.job, self.job.engine.peers, self.job.config
         if reports.failed:
             failed = peers.gather_objects(part.error and in_short(part.error), everyone=True)
             why = "rank {ranks} could not plan this window ({why}); no gradient was touched"
@@ -91,13 +90,11 @@ class Planner:
         is_shared = peers.shares_samples or peers.has_parts
         if not plan.ranks_agree or (is_shared and peers.doubts(reports, config.counts.values())):
             peers.compare(peers.gather_objects(part.report, everyone=True), config.counts.values())
-        if not plan.is_empty:
-            engine.check(plan)
-            if plan.num_micro_batches > 1 and job.batchnorms and config.batchnorm == "warn":
-                warn_of_batchnorm(job.batchnorms, job.once)
+        window = Window(job, plan, part, mode, pace)
+        if plan.num_micro_batches > 1 and job.batchnorms and config.batchnorm == "warn" and not plan.is_empty:
+            warn_of_batchnorm(job.batchnorms, job.once)
         for hook in job.last_hooks:
             hook.come_last()
-        window = Window(job, plan, part, mode, pace)
         self._window = weakref.ref(window)
         return window
 

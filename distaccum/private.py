@@ -33,22 +33,21 @@ NAMES = (
     ("torch.distributed.distributed_c10d._get_default_store", "who is missing, and why", "2.9", "errors name no rank"),
 )
 SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
-FIRST = 10**9  # number of our first group, far from the caller's
-FAILED = "failed"  # name of the note that tells why a rank could not make its Accumulator
-NO_STORE = RuntimeError, ValueError, AttributeError  # or it is gone, with the rank that had it
-_places: Counter[tuple[str, tuple[int, ...]]] = (
-    Counter()
-)  # where ranks come together, by what they do there and by the ranks
+# The number of our first group, far from the caller's.
+FIRST = 10**9
+# The name of the note that tells why a rank could not make its Accumulator.
+FAILED = "failed"
+# There is no store, or it is gone with the rank that had it.
+NO_STORE = RuntimeError, ValueError, AttributeError
+# How often ranks came together, by what they did and by the ranks.
+_places: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The group's timeout, which has no public getter; None, for torch's default, if unknown."""
     backend_of: Callable[[Any], Any] = getattr(group, "_get_backend", lambda _: None)
-    for device in getattr(group, "_device_types", ()):
-        options = getattr(backend_of(device), "options", None)
-        if isinstance(timeout := getattr(options, "_timeout", None), timedelta):
-            return timeout
-    return None
+    options = [getattr(backend_of(device), "options", None) for device in getattr(group, "_device_types", ())]
+    return next((known for one in options if (known := getattr(one, "_timeout", None)) is not None), None)
 
 
 def host_backend(group: dist.ProcessGroup) -> Any:
@@ -66,20 +65,13 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
     require("torch", dist.distributed_c10d, "_world")
     world: Any = dist.distributed_c10d._world
     before = world.group_count
-    place = sign_in("group", ranks)
-    world.group_count = FIRST + _places["group", tuple(ranks)]
+    # torch_xla replaces dist.new_group by a function without local synchronization.
+    make: Any = dist.distributed_c10d.new_group
+    cure = " to make an Accumulator too; make it on all ranks of the model's group"
     try:
-        # torch_xla replaces dist.new_group by a function without local synchronization.
-        make: Any = dist.distributed_c10d.new_group
-        made: Any = make(list(ranks), backend=backend, use_local_synchronization=True, timeout=timeout)
-    except RuntimeError as error:
-        if absent := absent_from(place, ranks):
-            raise LostRanksError(
-                f"rank {dist.get_rank()} lost contact with the other ranks: it waited {timeout or 'in vain'} for "
-                f"{absent} to make an Accumulator too; make it on all ranks of the model's group, alike, and start "
-                "all ranks again"
-            ) from error
-        raise
+        with coming_together("group", ranks, f"{timeout or 'in vain'}", cure):
+            world.group_count = FIRST + _places["group", tuple(ranks)]
+            made: Any = make(list(ranks), backend=backend, use_local_synchronization=True, timeout=timeout)
     finally:
         world.group_count = before
     assert isinstance(made, dist.ProcessGroup)
@@ -103,22 +95,27 @@ def read_note(name: str, rank: int) -> str | None:
     return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
-def sign_in(what: str, ranks: Sequence[int]) -> str:
-    """Notes that this rank has come where all of `ranks` shall come; returns the name of the place."""
+@contextmanager
+def coming_together(what: str, ranks: Sequence[int], waited: str, cure: str) -> Iterator[None]:
+    """A block to which all of `ranks` shall come; if it fails and some did not, the error names them."""
     key = what, tuple(ranks)
     _places[key] += 1
     place = f"{what} {_places[key]} of {zlib.crc32(repr(key).encode())}"
     leave_note(place, "")
-    return place
-
-
-def absent_from(place: str, ranks: Sequence[int]) -> str:
-    """The ranks that have not come to a place, with the error that kept them from it; "" if that is unknown."""
-    with suppress(*NO_STORE):
-        absent = [rank for rank in ranks if read_note(place, rank) is None] if _store() is not None else []
-        why = [text for rank in absent if (text := read_note(FAILED, rank))]
-        return f"rank {', '.join(map(str, absent))}{f' ({why[0]})' if why else ''}" if absent else ""
-    return ""
+    try:
+        yield
+    except RuntimeError as error:
+        absent = why = ""
+        with suppress(*NO_STORE):
+            ranks = [rank for rank in ranks if read_note(place, rank) is None] if _store() is not None else []
+            why = next((f" ({text})" for rank in ranks if (text := read_note(FAILED, rank))), "")
+            absent = ", ".join(map(str, ranks))
+        if absent:
+            raise LostRanksError(
+                f"rank {dist.get_rank()} lost contact with the other ranks: it waited {waited} for rank {absent}{why}"
+                f"{cure}, alike, and start all ranks again"
+            ) from error
+        raise
 
 
 def has_step_hooks(optimizer: object) -> bool:
@@ -141,10 +138,10 @@ def require(library: str, owner: object, *names: str) -> None:
     """Raises if this version of a library lacks private names without which an engine cannot work."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
-        kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+        kind = owner if isinstance(owner, type) else type(owner)
         raise DistaccumError(
-            f"{kind} of this version of {library} has no {', '.join(missing)}, which distaccum needs; use {library} "
-            f"{SEEN[library]}"
+            f"{kind.__name__} of this version of {library} has no {', '.join(missing)}, which distaccum needs; use "
+            f"{library} {SEEN[library]}"
         )
 
 
@@ -157,16 +154,14 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
         yield
     finally:
-        for name in values:
-            if name in own:
-                setattr(owner, name, own[name])
-            else:
-                vars(owner).pop(name, None)
+        for name in values.keys() - own:
+            vars(owner).pop(name, None)
+        for name, value in own.items():
+            setattr(owner, name, value)
 
 
 def _one_by_one(method: str) -> Callable[..., list[Tensor]]:
-    """A function that calls this method of each tensor, where torch has none for all of them."""
-    return lambda tensors, *args, **options: [getattr(tensor, method)(*args, **options) for tensor in tensors]
+    return lambda tensors, *args: [getattr(tensor, method)(*args) for tensor in tensors]
 
 
 # In one kernel for tensors of one device and dtype, as torch's optimizers and clipping do.
@@ -174,15 +169,11 @@ norms_of: Callable[..., Sequence[Tensor]] = getattr(torch, "_foreach_norm", _one
 zero_all: Callable[[list[Tensor]], Any] = getattr(torch, "_foreach_zero_", _one_by_one("zero_"))
 multiply_all: Callable[[list[Tensor], float | Tensor], Any] = getattr(torch, "_foreach_mul_", _one_by_one("mul_"))
 
-# `torch.autograd.backward` on tuples, without its checks of shapes, which take an eighth of a tiny micro-step: roots
-# are scalars here, or outputs with their own gradients. If the name is missing, the public call does the same.
-_run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
-run_backward: Callable[..., Any] = torch.autograd.backward
-if _run_autograd is not None:
-    run_backward = partial(
-        _run_autograd, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
-    )
-
+# The public call without its checks of shapes, which take an eighth of a tiny micro-step: roots are scalars here, or
+# outputs with their own gradients.
+_run: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_flags = {"keep_graph": False, "create_graph": False, "inputs": (), "allow_unreachable": True, "accumulate_grad": True}
+run_backward: Callable[..., Any] = torch.autograd.backward if _run is None else partial(_run, **_flags)
 
 # How often a tensor was written to in place.
 version_of: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else lambda _: 0

@@ -60,8 +60,8 @@ class Window(Generic[Batch]):
         reductions = SUM if mode.is_sum else job.config.reductions
         self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
         self.numbers: dict[str, Tensor] = {}  # from extensions, by key
-        turns, self._num_early = job.engine.num_micro_steps(plan)
-        self.num_micro_steps = 0 if plan.is_empty else turns  # including stand-ins
+        # Including stand-ins.
+        self.num_micro_steps, self._num_early = (0, 0) if plan.is_empty else job.engine.num_micro_steps(plan)
         self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
         self.micro_step = -1  # the index of the current micro-batch
         self.at_work: Micro | None = None  # the current micro-batch; None while this rank stands in
@@ -126,7 +126,7 @@ class Window(Generic[Batch]):
                 if self._pace is not None:
                     self._pace(micro_step, self.num_micro_steps)
                 if self.stand_in:
-                    assert self.substitute is not None  # ensured by engine.check()
+                    assert self.substitute is not None  # ensured by engine.num_micro_steps()
                     self.at_work, self.counts_here = None, self.substitute.counts
                     self._engine.stand_in()
                     with untouched_statistics([module for _, module in self._job.batchnorms]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def average(
     if not parameters:
         return
     used = [None if p.grad is None or is_zeroed(p) else p.grad for p in parameters]
-    kinds = largest([UNUSED if g is None else SPARSE if g.is_sparse else DENSE for g in used], engine)
+    kinds = engine.peers.largest([UNUSED if g is None else SPARSE if g.is_sparse else DENSE for g in used])
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     parameter: Any
     for parameter, kind in zip(parameters, kinds, strict=True):
@@ -50,7 +51,10 @@ def average(
             gradient = local(parameter.grad)
             alike.setdefault((group, gradient.device, gradient.dtype), []).append(gradient)
     for (group, *_), gradients in alike.items():
-        for bucket in _buckets(gradients):
+        # So many at a time, in order, that the whole gradient is never copied.
+        starts = accumulate((gradient.nbytes for gradient in gradients), initial=0)
+        for _, pairs in groupby(zip(starts, gradients, strict=False), lambda pair: pair[0] // BUCKET_BYTES):
+            bucket = [gradient for _, gradient in pairs]
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
             if group is not None:
                 dist.all_reduce(flat, group=group)
@@ -58,30 +62,11 @@ def average(
                 gradient.copy_(piece.view(gradient.shape))
 
 
-def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients in order, so many at a time that the whole gradient is never copied."""
-    bucket: list[Tensor] = []
-    room = BUCKET_BYTES
-    for gradient in gradients:
-        bucket.append(gradient)
-        room -= gradient.nbytes
-        if room <= 0:
-            yield bucket
-            bucket, room = [], BUCKET_BYTES
-    if bucket:
-        yield bucket
-
-
 def averaged(engine: Engine, uncovered: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters, of those that no wrapper reduces, that some rank may train."""
     # One outside of the models, such as a loss's own, may be frozen here and trained on another rank.
     inside = {id(p) for p in engine.parameters()}
     return [p for p in uncovered if p.requires_grad or id(p) not in inside]
-
-
-def largest(values: Iterable[int], engine: Engine) -> list[int]:
-    """The maximum over the ranks of each of these small numbers, through the host."""
-    return list(map(int, engine.peers.largest(list(map(float, values)))))
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ class Gradient:
         self.known: Tensor | float | None = None
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
 
+    @property
+    def cuts(self) -> Sequence[Groups]:
+        """The groups over which each of the parameters is cut; none: each data-parallel rank has the whole."""
+        return self._cuts or [_cut_of(parameter, parameter) for parameter in self.parameters or ()]
+
     def take(self) -> Tensor | float | None:
         """Takes the norm without reading it; returns None if that is up to the wrapper."""
         if self.known is None and self.parameters is not None:
@@ -112,9 +117,11 @@ class Gradient:
         """The norm over all ranks, of the gradient times `shrink`."""
         parts: dict[Groups, list[Tensor]] = {groups: [] for groups in self._cuts or ()}
         for i, parameter in enumerate(self.parameters or ()):
-            if parameter.grad is not None:
-                gradient, groups = _local_part(parameter)
-                parts.setdefault(self._cuts[i] if self._cuts else groups, []).append(gradient)
+            if (gradient := parameter.grad) is not None:
+                if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+                    gradient = gradient.full_tensor()
+                groups = self._cuts[i] if self._cuts else _cut_of(gradient, parameter)
+                parts.setdefault(groups, []).append(local(gradient))
         # A rank adds up each group's parts, even if it has none.
         norms = [_norm_over(groups, total_norm(part, shrink).to(self._device)) for groups, part in parts.items()]
         return _norm_over(self._stages, norms[0] if len(norms) == 1 else total_norm(norms).to(self._device))
@@ -125,15 +132,14 @@ def _is_here(gradient: Tensor) -> bool:
     return type(gradient) is Tensor and gradient.is_cpu and is_dense
 
 
-def _local_part(parameter: Any) -> tuple[Tensor, Groups]:
-    """This rank's part of a gradient, and the groups over which it is cut."""
-    gradient = parameter.grad
-    placements: Sequence[Any] = getattr(gradient, "placements", ())
-    if any(placement.is_partial() for placement in placements):
-        return gradient.full_tensor(), ()
+def _cut_of(tensor: Any, parameter: Any) -> Groups:
+    """The groups over which a parameter, or its gradient, is cut."""
     # DTensor caches results of earlier calls, and may place a gradient on another, equal mesh.
+    placements: Sequence[Any] = getattr(tensor, "placements", ())
+    if not placements or parameter.device_mesh.get_coordinate() is None:
+        return ()
     cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    return local(gradient), tuple(parameter.device_mesh.get_group(i) for i in cut)
+    return tuple(map(parameter.device_mesh.get_group, cut))
 
 
 def _norm_over(groups: Groups, norm: Tensor) -> Tensor:
@@ -206,22 +212,16 @@ class Engine:
         """The models' parameters, each once: the tensors that hold gradients when a window is complete."""
         return unique(p for model in self.models for p in model.parameters())
 
-    def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
-        """The groups over which each of `parameters` is cut; none: each data-parallel rank has the whole."""
-        return [
-            tuple(p.device_mesh.get_group(i) for i, one in enumerate(p.placements) if not one.is_replicate())
-            if hasattr(p, "to_local") and p.device_mesh.get_coordinate() is not None
-            else ()
-            for p in parameters
-        ]
-
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
         """Removes from `given` what the wrapper steps itself; raises for options that the wrapper cannot follow."""
 
     # A window
 
-    def check(self, plan: Plan) -> None:
-        """Raises, on all ranks, if this engine cannot run the plan."""
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
+        """This rank's micro-steps, with stand-ins, and how many of the first reduce besides the last ("every").
+
+        Raises, on all ranks, if this engine cannot run the plan.
+        """
         if plan.uneven and any(
             isinstance(module, nn.SyncBatchNorm) and module.training for m in self.models for module in m.modules()
         ):
@@ -236,9 +236,6 @@ class Engine:
                 f"for the others to go on; rank {plan.stranded} has none from an earlier window to stand in with. Give "
                 "each rank a micro-batch in the first window"
             )
-
-    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
-        """This rank's micro-steps, with stand-ins, and how many of the first reduce besides the last ("every")."""
         steps, common = (plan.most, plan.most) if self.lockstep else (plan.num_here, plan.fewest)
         return steps, common - 1 if self.sync == "every" else 0
 

@@ -52,7 +52,7 @@ class DDPEngine(Engine):
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         modules = [module for model in models for module in model.modules()]
         self.wrappers = list(dict.fromkeys(m for m in modules if isinstance(m, DistributedDataParallel)))
-        self._shared = {wrapper: _shared(wrapper) for wrapper in self.wrappers}
+        self._shared = {wrapper: _SHARED.setdefault(wrapper, _Shared()) for wrapper in self.wrappers}
         for wrapper in self.wrappers:
             private.refuse_what_cannot_accumulate(wrapper)
         group: dist.ProcessGroup = self.wrappers[0].process_group
@@ -99,7 +99,7 @@ class DDPEngine(Engine):
         if self._shows_parts:
             refuse_to_look(self, PARTS, given, max_norm, on_nonfinite)
 
-    def check(self, plan: Plan) -> None:
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         # If DDP saw the graph under another Accumulator, its next forward after a reduction would lay the buckets out
         # together with all ranks, and a rank may have no next forward.
         self._unseen_graphs = [wrapper for wrapper in self._unseen_graphs if not self._shared[wrapper].has_seen_graph]
@@ -115,8 +115,7 @@ class DDPEngine(Engine):
                 "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside "
                 "of the wrapped module (it is then averaged over ranks)"
             )
-        if plan.uneven:
-            super().check(plan)
+        steps = super().num_micro_steps(plan)
         if self._graph_is_torn:
             raise DistaccumError(
                 "the first backward of a DDP with static_graph=True failed, and DDP keeps the part that it saw; wrap "
@@ -127,6 +126,7 @@ class DDPEngine(Engine):
                 f"ranks have {plan.fewest} to {plan.most} micro-batches, and DDP with static_graph=True must see a "
                 "backward on every rank in its first window; give each rank a micro-batch there"
             )
+        return steps
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         others = [p for p in parameters if id(p) not in self._replicated_ids]
@@ -156,28 +156,23 @@ class DDPEngine(Engine):
         return bool(self._unseen_graphs) or (reduce and self._reduces)
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        if self._unseen_graphs:
-            self._show_graphs(losses, seeds)
-        elif reduce and self._reduces:
-            before = [self._stamps(wrapper) for wrapper in self.wrappers]
+        if reduce and self._reduces:
             losses, seeds = self._arm(losses, seeds)
-            self.run_backward(tuple(losses), tuple(seeds))
-            self._settle(before)
-        else:
-            self.run_backward(tuple(losses), tuple(seeds))
-
-    def _show_graphs(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Runs a backward that DDP itself has armed, in forward, and from which it learns the static graph."""
-        before = [self._stamps(wrapper) for wrapper in self._unseen_graphs]
-        self._armed, self._graph_is_torn = self._unseen_graphs, True
+        elif self._unseen_graphs:
+            # DDP has armed these itself, in forward, and learns their graphs from this backward.
+            self._armed, self._graph_is_torn = self._unseen_graphs, True
+        before = [list(map(_stamp, self._watched(wrapper))) for wrapper in self._armed]
         self.run_backward(tuple(losses), tuple(seeds))
-        # It may have been the backward of another part, or of another model.
-        pairs = zip(self._unseen_graphs, before, strict=True)
-        unseen = [wrapper for wrapper, stamps in pairs if not self._has_reduced(wrapper, stamps)]
-        for wrapper in self._unseen_graphs:
-            _switch(wrapper, wrapper in unseen, False)
-            self._shared[wrapper].has_seen_graph = wrapper not in unseen
-        self._armed, self._unseen_graphs, self._graph_is_torn = [], unseen, False
+        for wrapper, stamps in zip(self._armed, before, strict=True):
+            # If it has not, then this backward was another part's, or another model's.
+            has_reduced = not all(map(_is_same, stamps, self._watched(wrapper)))
+            if self._graph_is_torn:
+                _switch(wrapper, not has_reduced, False)
+                self._shared[wrapper].has_seen_graph = has_reduced
+            else:
+                self._settle(wrapper, has_reduced or wrapper in self._searching)
+        self._armed, self._graph_is_torn = [], False
+        self._unseen_graphs = [wrapper for wrapper in self._unseen_graphs if not self._shared[wrapper].has_seen_graph]
 
     def with_earlier(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> Roots:
         if any(wrapper.static_graph for wrapper in self.wrappers):
@@ -204,44 +199,33 @@ class DDPEngine(Engine):
             wrapper.reducer.prepare_for_backward(roots if wrapper in self._searching else [])
         return roots, seeds
 
-    def _settle(self, before: Sequence[list[Stamp]]) -> None:
-        for wrapper, stamps in zip(self.wrappers, before, strict=True):
-            if wrapper not in self._armed:
-                continue
-            # None of its parameters was in this backward, which was another part's, or another model's.
-            is_absent = wrapper not in self._searching and not self._has_reduced(wrapper, stamps)
-            try:
-                # Otherwise a missing gradient would let ranks diverge silently until the next window.
-                private.refuse_unfinished_reduction(wrapper)
-            except RuntimeError as error:
-                indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-                names = list(self._covered[wrapper])
-                missing = [names[int(i)] for i in indices[1].split()] if indices else ["a parameter"]
-                raise DistaccumError(
-                    f"{shorten(missing)} took no part in the last backward of the window (or an early one, "
-                    "sync='every'), which is the one that reduces, so DDP did not reduce it; pass "
-                    "find_unused_parameters=True to DDP (parameters that a micro-batch leaves out are then exact), or "
-                    "use all of them in each micro-batch"
-                ) from error
-            shared = self._shared[wrapper]
-            if is_absent or shared.is_laid_out:
-                # Otherwise it would lay its buckets out again.
-                private.disarm(wrapper)
-            elif wrapper not in self._searching:
-                # A searching one keeps the buckets that it began with.
-                shared.is_laid_out = False
-            if is_absent:
-                self._by_hand += self._covered[wrapper].values()
-        self._armed = []
+    def _settle(self, wrapper: DistributedDataParallel, has_reduced: bool) -> None:
+        try:
+            # Otherwise a missing gradient would let ranks diverge silently until the next window.
+            private.refuse_unfinished_reduction(wrapper)
+        except RuntimeError as error:
+            indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = list(self._covered[wrapper])
+            missing = [names[int(i)] for i in indices[1].split()] if indices else ["a parameter"]
+            raise DistaccumError(
+                f"{shorten(missing)} took no part in the last backward of the window (or an early one, sync='every'), "
+                "which is the one that reduces, so DDP did not reduce it; pass find_unused_parameters=True to DDP "
+                "(parameters that a micro-batch leaves out are then exact), or use all of them in each micro-batch"
+            ) from error
+        shared = self._shared[wrapper]
+        if not has_reduced or shared.is_laid_out:
+            # Otherwise it would lay its buckets out again.
+            private.disarm(wrapper)
+        elif wrapper not in self._searching:
+            # A searching one keeps the buckets that it began with.
+            shared.is_laid_out = False
+        if not has_reduced:
+            self._by_hand += self._covered[wrapper].values()
 
-    def _stamps(self, wrapper: DistributedDataParallel) -> list[Stamp]:
-        """Stamps that change when DDP reduces: of all parameters for a static graph, otherwise of one."""
+    def _watched(self, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+        """The parameters some of whose gradients change when DDP reduces."""
         parameters = list(self._covered[wrapper].values())
-        return list(map(_stamp, parameters if wrapper.static_graph else parameters[:1]))
-
-    def _has_reduced(self, wrapper: DistributedDataParallel, before: Sequence[Stamp]) -> bool:
-        after = self._stamps(wrapper)
-        return any(one is not now or version != last for (one, version), (now, last) in zip(before, after, strict=True))
+        return parameters if wrapper.static_graph else parameters[:1]
 
     def finish(self) -> None:
         if self._by_hand:
@@ -281,8 +265,8 @@ class DDPEngine(Engine):
                 parameter.grad = None
 
     def _is_zeroed(self, parameter: nn.Parameter) -> bool:
-        gradient, version = self._zeroed.get(id(parameter), (None, 0))
-        return gradient is not None and gradient is parameter.grad and version == version_of(gradient)
+        stamp = self._zeroed.get(id(parameter))
+        return stamp is not None and _is_same(stamp, parameter)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
         for p in parameters:  # noqa: SIM110  # as in Engine
@@ -313,13 +297,14 @@ def _switch(wrapper: DistributedDataParallel, backward: bool, forward: bool) -> 
     vars(wrapper).update(require_backward_grad_sync=backward, require_forward_param_sync=forward)
 
 
-def _shared(wrapper: DistributedDataParallel) -> _Shared:
-    return _SHARED.setdefault(wrapper, _Shared())
-
-
 def _stamp(parameter: nn.Parameter) -> Stamp:
     gradient = parameter.grad
     return gradient, -1 if gradient is None else version_of(gradient)
+
+
+def _is_same(stamp: Stamp, parameter: nn.Parameter) -> bool:
+    gradient, version = stamp
+    return gradient is parameter.grad and (gradient is None or version == version_of(gradient))
 
 
 class _Reach(torch.autograd.Function):

@@ -26,7 +26,7 @@ from ..law import DistaccumError, Plan
 from ..norms import HALF, unique
 from ..ranks import own_group
 from ..text import shorten, warn
-from .averaging import average, averaged, largest
+from .averaging import average, averaged
 from .base import GRAD, Engine, Sync, refuse_left_out_terms, sparse_embeddings, why_tensor_parallel
 from .private import fsdp2 as private
 
@@ -54,9 +54,9 @@ class FullyShardEngine(Engine):
             raise ValueError(
                 f"the embedding {shorten(sparse)} has sparse gradients, which FSDP2 cannot reduce; give it sparse=False"
             )
-        if all(map(private.is_sharded, self._groups)):
-            is_hybrid = all(map(private.is_hybrid, self._groups))
-            self.policies = ("last", "every", "gathered", *(("replicas",) if is_hybrid else ()))
+        if private.all_have(self._groups, "shard"):
+            replicas: tuple[Sync, ...] = ("replicas",) if private.all_have(self._groups, "replicate") else ()
+            self.policies = ("last", "every", "gathered", *replicas)
         # The groups by the ranks over which they reduce: their meshes have no tensor-parallel dimension.
         over: dict[tuple[int, ...], list[Any]] = {}
         for group in self._groups:
@@ -119,8 +119,8 @@ class FullyShardEngine(Engine):
             self._experts = opened("Experts")(self)
         return [] if self._experts is None else self._experts.find(outside)
 
-    def check(self, plan: Plan) -> None:
-        super().check(plan)
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
+        steps = super().num_micro_steps(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
         self._policy = "gathered" if plan.reduce_afterwards and "gathered" in self.policies else self.sync
         # Modules besides the root communicate within forward and backward.
@@ -133,11 +133,7 @@ class FullyShardEngine(Engine):
                     f"set_all_reduce_hook on the module of {private.name_of(group.fsdp_params[0])}: its divisor, and "
                     "its ranks, cannot be known; use a hybrid mesh (replicate, shard) instead"
                 )
-
-    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
-        if self._policy == "gathered":
-            return max(1, plan.num_here), 0
-        return super().num_micro_steps(plan)
+        return (max(1, plan.num_here), 0) if self._policy == "gathered" else steps
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         # Weights may have changed since they were gathered.
@@ -259,7 +255,8 @@ class FullyShardEngine(Engine):
         left = [private.holds_gradients(group) for group in self._groups]
         self._note_uses({p for p in self._used_in if private.standing_gradient(p) is None})
         uses = list(self._used_in.values())
-        answers = largest([*left, *(id(p) not in unused for p in self._every), *uses, *(255 - n for n in uses)], self)
+        used = [id(p) not in unused for p in self._every]
+        answers = self.peers.largest([*left, *used, *uses, *(255 - number for number in uses)])
         pairs = zip(self._used_in, answers[-2 * len(uses) :], answers[-len(uses) :], strict=False) if uses else ()
         if mixed := [private.name_of(p) for p, most, other in pairs if most + other != 255]:
             raise DistaccumError(

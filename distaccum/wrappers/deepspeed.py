@@ -114,18 +114,13 @@ class DeepSpeedEngine(Engine):
         given.optimizers = []
         given.schedulers = [one for one in given.schedulers if one is not self._deepspeed.lr_scheduler]
 
-    def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
-        return [(self.peers.group,) if self._stage == 3 and self.peers.group else ()] * len(parameters)
-
-    def check(self, plan: Plan) -> None:
-        super().check(plan)
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
+        steps, _ = super().num_micro_steps(plan)
         if self.lockstep and self.peers.num_ranks > 1:
             could_coalesce = self._stage == 2 and self._is_managed
             refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
-
-    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         # DeepSpeed takes only the last for a boundary.
-        return super().num_micro_steps(plan)[0], 0
+        return steps, 0
 
     def will_reduce(self, reduce: bool) -> bool:
         return self._form == "each"
@@ -209,7 +204,10 @@ class DeepSpeedEngine(Engine):
             self._holds = False
 
     def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
-        return Gradient(None if self._judges else self.parameters())
+        if not self._judges:
+            return Gradient(parameters)
+        cut: Groups = (self.peers.group,) if self._stage == 3 and self.peers.group else ()
+        return Gradient(None, [cut] * len(parameters))
 
     def step(self, optimizers: Sequence[Optimizer], gradient: Gradient, max_norm: float | None) -> str | None:
         engine = self._deepspeed

@@ -59,9 +59,10 @@ class FSDPEngine(Engine):
             why = "over tensor-parallel modules, whose parts it flattens into plain tensors"
             refuse_to_look(self, why, given, max_norm, on_nonfinite)
 
-    def check(self, plan: Plan) -> None:
-        super().check(plan)
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
+        steps = super().num_micro_steps(plan)
         refuse_left_out_terms(plan, ", or use fully_shard")
+        return steps
 
     def will_reduce(self, reduce: bool) -> bool:
         return reduce
@@ -91,11 +92,9 @@ class FSDPEngine(Engine):
             private.discard_gradient(handle)
 
     def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
-        return Gradient(parameters, self.cut_over(parameters), device=self._wrappers[0].compute_device)
-
-    def cut_over(self, parameters: Sequence[Any]) -> list[Groups]:
         sharded = {id(p) for handle in self._handles if handle.uses_sharded_strategy for p in _managed(handle)}
-        return [(self._wrappers[0].process_group,) if id(p) in sharded else () for p in parameters]
+        cuts: list[Groups] = [(self._wrappers[0].process_group,) if id(p) in sharded else () for p in parameters]
+        return Gradient(parameters, cuts, device=self._wrappers[0].compute_device)
 
     def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         own = {id(p) for handle in self._handles for p in _managed(handle)}

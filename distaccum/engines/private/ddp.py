@@ -13,10 +13,10 @@ from ...private import require
 from ..base import sparse_embeddings
 
 DDP, REDUCER = "torch.nn.parallel.DistributedDataParallel", "torch.distributed.Reducer"
+IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 # Name, what for, since which version, and what happens without it.
 NAMES = (
     (f"{DDP}._check_sync_bufs_pre_fwd", "sends buffers before a forward", "2.9", "refused"),
-    (f"{DDP}._check_sync_bufs_post_fwd", "tells whether a forward sends buffers at its end", "2.9", "refused"),
     (f"{DDP}._sync_buffers", "sends buffers before a forward", "2.9", "refused"),
     (f"{DDP}._check_reducer_finalized", "finds an unfinished reduction", "2.9", "refused"),
     (f"{DDP}._has_rebuilt_buckets", "rebuilds buckets in the window's own time", "2.9", "refused"),
@@ -27,12 +27,7 @@ NAMES = (
     (f"{REDUCER}._rebuild_buckets", "rebuilds buckets in the window's own time", "2.9", "refused"),
     (f"{REDUCER}._reset_state", "forgets a forward", "2.9", "refused"),
     (f"{REDUCER}._get_zeros_like_grad_buckets", "names what DDP reduces", "2.9", "refused"),
-    (
-        "torch.distributed.optim.apply_optimizer_in_backward._in_backward_optimizers",
-        "refuses such optimizers",
-        "2.9",
-        "they go unseen",
-    ),
+    (f"{IN_BACKWARD}._in_backward_optimizers", "refuses such optimizers", "2.9", "they go unseen"),
     ("torch.distributed.tensor.parallel.ddp._st_info", "refuses parts of a DTensor", "2.9", "they go unseen"),
     ("torch.nn.parallel.distributed._DDPSinkBackward", "the loss's node before DDP's", "2.9", "that node itself"),
 )
@@ -40,8 +35,8 @@ NAMES = (
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     """Refuses a DDP that reduces some parameters, or steps, by itself; without the optional names this is unknown."""
-    require("torch", wrapper, "_check_sync_bufs_pre_fwd", "_check_sync_bufs_post_fwd", "_sync_buffers")
-    require("torch", wrapper, "_check_reducer_finalized", "_has_rebuilt_buckets", "_join_config")
+    require("torch", wrapper, "_check_sync_bufs_pre_fwd", "_sync_buffers", "_check_reducer_finalized")
+    require("torch", wrapper, "_has_rebuilt_buckets", "_join_config")
     require("torch", wrapper.reducer, "_rebuild_buckets", "_reset_state", "_get_zeros_like_grad_buckets")
     if getattr(wrapper, "_delay_all_reduce_params", ()):
         raise ValueError(
@@ -82,8 +77,7 @@ def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
         known = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
         return {name: parameter for name, parameter in named.items() if id(parameter) in known}
     logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
-    wrapped = logged.get("num_parameter_tensors", len(trained))
-    if wrapped != len(trained):
+    if (wrapped := logged.get("num_parameter_tensors", len(trained))) != len(trained):
         raise ValueError(
             f"DDP wrapped {wrapped} trainable parameters and the model has {len(trained)} now, which leaves ranks "
             "apart; freeze and unfreeze parameters before DDP wraps the model"
@@ -101,9 +95,11 @@ def communicate_before_forward(wrapper: DistributedDataParallel, *, disarms: boo
             "have different numbers of micro-batches without it. It stays on after its block: "
             "`with model.join(enable=False): pass` turns it off"
         )
-    if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as are those below
-        wrapper._sync_buffers()  # type: ignore[no-untyped-call]
-    return bool(wrapper._check_sync_bufs_post_fwd())  # type: ignore[no-untyped-call]  # a buffer hook of the user's
+    untyped: Any = wrapper
+    if is_before := untyped._check_sync_bufs_pre_fwd():
+        untyped._sync_buffers()
+    # A buffer hook of the user's may send them at the end.
+    return bool(untyped.will_sync_module_buffers()) and not is_before
 
 
 def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:

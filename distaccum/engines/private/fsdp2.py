@@ -56,13 +56,12 @@ def state_of(module: Any) -> Any:
     """FSDP2's state of a module under fully_shard; several modules may share one."""
     require("torch", module, "_get_fsdp_state")
     state = module._get_fsdp_state()
-    require("torch", state, "_auto_reshard_after_forward", "_is_root")
     resets = hasattr(state, "_reset_iter_state")
-    if not resets:
-        require("torch", state, "_training_state", "_modules_to_run_forward", "_state_ctx", "_comm_ctx")
+    by_hand = () if resets else ("_training_state", "_modules_to_run_forward", "_state_ctx", "_comm_ctx")
+    require("torch", state, "_auto_reshard_after_forward", "_is_root", *by_hand)
     for group in groups_of(state):
-        require("torch", group, *() if resets else ("_post_forward_indices",))
         require("torch", group, "_partial_reduce_output", "_to_sharded", "_training_state", "_wait_for_post_backward")
+        require("torch", group, *() if resets else ("_post_forward_indices",))
         for parameter in group.fsdp_params:
             require("torch", type(parameter), "unsharded_param")
     return state
@@ -70,19 +69,15 @@ def state_of(module: Any) -> Any:
 
 def groups_of(state: Any) -> list[Any]:
     # There may be several from torch 2.12 on.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        require("torch", state, "_fsdp_param_group")
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    require("torch", state, "_fsdp_param_group")
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def is_sharded(group: Any) -> bool:
-    return getattr(group.mesh_info, "shard_mesh_dim", None) is not None
-
-
-def is_hybrid(group: Any) -> bool:
-    return getattr(group.mesh_info, "replicate_mesh_dim", None) is not None
+def all_have(groups: Sequence[Any], dimension: str) -> bool:
+    """Returns whether all meshes have a dimension over which to "shard", or to "replicate"."""
+    return all(getattr(group.mesh_info, f"{dimension}_mesh_dim", None) is not None for group in groups)
 
 
 def name_of(parameter: Any) -> str:
@@ -99,14 +94,10 @@ def has_all_reduce_hook(group: Any) -> bool:
 def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
     """The dtype in which gradients add up between reductions."""
     policy, shard = parameter.mp_policy, parameter.sharded_param
-    if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
-        # From torch 2.15 on gradients are cast up after backward.
-        kept = shard.grad_dtype or policy.param_dtype or shard.dtype
-    else:
-        kept = policy.param_dtype or shard.dtype
-    kept = policy.reduce_dtype or kept
-    assert isinstance(kept, torch.dtype)
-    return kept
+    # From torch 2.15 on gradients are cast up after backward.
+    casts = hasattr(group, "_fsdp_params_with_wider_grad_dtype")
+    dtype: torch.dtype = policy.reduce_dtype or (casts and shard.grad_dtype) or policy.param_dtype or shard.dtype
+    return dtype
 
 
 def reduce_unused(group: Any) -> None:
@@ -161,9 +152,8 @@ def standing_gradient(parameter: Any) -> Tensor | None:
 
 def holds_gradients(group: Any) -> bool:
     """Returns whether the group has a gradient that is not fully reduced."""
-    return group._partial_reduce_output is not None or any(
-        standing_gradient(parameter) is not None for parameter in group.fsdp_params
-    )
+    gradients = map(standing_gradient, group.fsdp_params)
+    return group._partial_reduce_output is not None or any(gradient is not None for gradient in gradients)
 
 
 def reshard_groups(groups: Iterable[Any]) -> None:
