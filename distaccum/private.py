@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -143,6 +143,12 @@ def require(library: str, owner: object, *names: str) -> None:
             f"{kind.__name__} of this version of {library} has no {', '.join(missing)}, which distaccum needs; use "
             f"{library} {SEEN[library]}"
         )
+
+
+def needed(table: Iterable[tuple[str, ...]], owner: str, *answers: str) -> list[str]:
+    """The names of `owner` in a room's table without which the answer is "refused", or one of `answers`."""
+    rows = [(name.rpartition("."), answer) for name, *_, answer in table]
+    return [name for (of, _, name), answer in rows if of == owner and answer in ("refused", *answers)]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...law import DistaccumError
-from ...private import require
+from ...private import needed, require
 from ..base import sparse_embeddings
 
 DDP, REDUCER = "torch.nn.parallel.DistributedDataParallel", "torch.distributed.Reducer"
@@ -35,9 +35,8 @@ NAMES = (
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     """Refuses a DDP that reduces some parameters, or steps, by itself; without the optional names this is unknown."""
-    require("torch", wrapper, "_check_sync_bufs_pre_fwd", "_sync_buffers", "_check_reducer_finalized")
-    require("torch", wrapper, "_has_rebuilt_buckets", "_join_config")
-    require("torch", wrapper.reducer, "_rebuild_buckets", "_reset_state", "_get_zeros_like_grad_buckets")
+    require("torch", wrapper, *needed(NAMES, DDP))
+    require("torch", wrapper.reducer, *needed(NAMES, REDUCER))
     if getattr(wrapper, "_delay_all_reduce_params", ()):
         raise ValueError(
             "DDP with delay_all_reduce_named_params reduces these parameters on each micro-step, with the sum that it "

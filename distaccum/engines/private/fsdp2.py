@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...private import require
+from ...private import needed, require
 
 HOME = "torch.distributed.fsdp._fully_shard"
 STATE, GROUP = f"{HOME}._fsdp_state.FSDPState", f"{HOME}._fsdp_param_group.FSDPParamGroup"
 PARAM = f"{HOME}._fsdp_param.FSDPParam"
+BY_HAND = "not read beside _reset_iter_state, or refused"
 # Name, what for, since which version, and what happens without it.
 NAMES = (
     ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "all that FSDP2 knows", "2.9", "refused"),
@@ -24,11 +25,11 @@ NAMES = (
     (f"{STATE}._fsdp_param_groups", "a module's groups", "2.12", "its one group, _fsdp_param_group"),
     (f"{STATE}._fsdp_param_group", "a module's group", "2.9", "not read beside _fsdp_param_groups, or refused"),
     (f"{STATE}._reset_iter_state", "forgets a window", "2.13", "reset by the names below, or refused"),
-    (f"{STATE}._training_state", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
-    (f"{STATE}._modules_to_run_forward", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
-    (f"{STATE}._state_ctx", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
-    (f"{STATE}._comm_ctx", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
-    (f"{GROUP}._post_forward_indices", "forgets a window", "2.9", "not read beside _reset_iter_state, or refused"),
+    (f"{STATE}._training_state", "forgets a window", "2.9", BY_HAND),
+    (f"{STATE}._modules_to_run_forward", "forgets a window", "2.9", BY_HAND),
+    (f"{STATE}._state_ctx", "forgets a window", "2.9", BY_HAND),
+    (f"{STATE}._comm_ctx", "forgets a window", "2.9", BY_HAND),
+    (f"{GROUP}._post_forward_indices", "forgets a window", "2.9", BY_HAND),
     (f"{GROUP}._partial_reduce_output", "a gradient that replicas have yet to add", "2.9", "refused"),
     (f"{GROUP}._to_sharded", "frees gathered parameters", "2.9", "refused"),
     (f"{GROUP}._training_state", "reduces after the last backward", "2.9", "refused"),
@@ -56,12 +57,10 @@ def state_of(module: Any) -> Any:
     """FSDP2's state of a module under fully_shard; several modules may share one."""
     require("torch", module, "_get_fsdp_state")
     state = module._get_fsdp_state()
-    resets = hasattr(state, "_reset_iter_state")
-    by_hand = () if resets else ("_training_state", "_modules_to_run_forward", "_state_ctx", "_comm_ctx")
-    require("torch", state, "_auto_reshard_after_forward", "_is_root", *by_hand)
+    by_hand = () if hasattr(state, "_reset_iter_state") else (BY_HAND,)
+    require("torch", state, *needed(NAMES, STATE, *by_hand))
     for group in groups_of(state):
-        require("torch", group, "_partial_reduce_output", "_to_sharded", "_training_state", "_wait_for_post_backward")
-        require("torch", group, *() if resets else ("_post_forward_indices",))
+        require("torch", group, *needed(NAMES, GROUP, *by_hand))
         for parameter in group.fsdp_params:
             require("torch", type(parameter), "unsharded_param")
     return state
