@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..adapter import Prepared
 from ..law import DistaccumError, Plan
-from ..norms import HALF, local, multiply, number_of, unique, widest
+from ..norms import HALF, multiply, number_of, unique, widest
 from ..private import norms_of, run_backward
 from ..ranks import Peers
 
@@ -117,11 +117,9 @@ class Gradient:
         """The norm over all ranks, of the gradient times `shrink`."""
         parts: dict[Groups, list[Tensor]] = {groups: [] for groups in self._cuts or ()}
         for i, parameter in enumerate(self.parameters or ()):
-            if (gradient := parameter.grad) is not None:
-                if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
-                    gradient = gradient.full_tensor()
-                groups = self._cuts[i] if self._cuts else _cut_of(gradient, parameter)
-                parts.setdefault(groups, []).append(local(gradient))
+            if parameter.grad is not None:
+                gradient, groups = _local_part(parameter)
+                parts.setdefault(self._cuts[i] if self._cuts else groups, []).append(gradient)
         # A rank adds up each group's parts, even if it has none.
         norms = [_norm_over(groups, total_norm(part, shrink).to(self._device)) for groups, part in parts.items()]
         return _norm_over(self._stages, norms[0] if len(norms) == 1 else total_norm(norms).to(self._device))
@@ -132,12 +130,22 @@ def _is_here(gradient: Tensor) -> bool:
     return type(gradient) is Tensor and gradient.is_cpu and is_dense
 
 
+def _local_part(parameter: Any) -> tuple[Tensor, Groups]:
+    """This rank's part of a gradient, and the groups over which it is cut."""
+    gradient = parameter.grad
+    if not hasattr(gradient, "placements"):
+        return gradient, ()
+    if any(placement.is_partial() for placement in gradient.placements):
+        return gradient.full_tensor(), ()
+    return gradient.to_local(), _cut_of(gradient, parameter)
+
+
 def _cut_of(tensor: Any, parameter: Any) -> Groups:
     """The groups over which a parameter, or its gradient, is cut."""
-    # DTensor caches results of earlier calls, and may place a gradient on another, equal mesh.
     placements: Sequence[Any] = getattr(tensor, "placements", ())
     if not placements or parameter.device_mesh.get_coordinate() is None:
         return ()
+    # DTensor caches results of earlier calls, and may place a gradient on another, equal mesh.
     cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     return tuple(map(parameter.device_mesh.get_group, cut))
 

@@ -161,11 +161,12 @@ class DDPEngine(Engine):
         elif self._unseen_graphs:
             # DDP has armed these itself, in forward, and learns their graphs from this backward.
             self._armed, self._graph_is_torn = self._unseen_graphs, True
-        before = [list(map(_stamp, self._watched(wrapper))) for wrapper in self._armed]
+        stamps_of = [list(map(_stamp, self._watched(wrapper))) for wrapper in self._armed]
         self.run_backward(tuple(losses), tuple(seeds))
-        for wrapper, stamps in zip(self._armed, before, strict=True):
+        for wrapper, stamps in zip(self._armed, stamps_of, strict=True):
             # If it has not, then this backward was another part's, or another model's.
-            has_reduced = not all(map(_is_same, stamps, self._watched(wrapper)))
+            pairs = zip(stamps, map(_stamp, self._watched(wrapper)), strict=True)
+            has_reduced = any(before is not now or old != new for (before, old), (now, new) in pairs)
             if self._graph_is_torn:
                 _switch(wrapper, not has_reduced, False)
                 self._shared[wrapper].has_seen_graph = has_reduced
@@ -265,8 +266,8 @@ class DDPEngine(Engine):
                 parameter.grad = None
 
     def _is_zeroed(self, parameter: nn.Parameter) -> bool:
-        stamp = self._zeroed.get(id(parameter))
-        return stamp is not None and _is_same(stamp, parameter)
+        gradient, version = self._zeroed.get(id(parameter), (None, 0))
+        return gradient is not None and gradient is parameter.grad and version == version_of(gradient)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
         for p in parameters:  # noqa: SIM110  # as in Engine
@@ -300,11 +301,6 @@ def _switch(wrapper: DistributedDataParallel, backward: bool, forward: bool) -> 
 def _stamp(parameter: nn.Parameter) -> Stamp:
     gradient = parameter.grad
     return gradient, -1 if gradient is None else version_of(gradient)
-
-
-def _is_same(stamp: Stamp, parameter: nn.Parameter) -> bool:
-    gradient, version = stamp
-    return gradient is parameter.grad and (gradient is None or version == version_of(gradient))
 
 
 class _Reach(torch.autograd.Function):

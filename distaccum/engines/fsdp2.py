@@ -54,9 +54,9 @@ class FullyShardEngine(Engine):
             raise ValueError(
                 f"the embedding {shorten(sparse)} has sparse gradients, which FSDP2 cannot reduce; give it sparse=False"
             )
-        if private.all_have(self._groups, "shard"):
-            replicas: tuple[Sync, ...] = ("replicas",) if private.all_have(self._groups, "replicate") else ()
-            self.policies = ("last", "every", "gathered", *replicas)
+        if private.all_have(self._groups, "shard_mesh_dim"):
+            is_hybrid = private.all_have(self._groups, "replicate_mesh_dim")
+            self.policies = ("last", "every", "gathered", *(("replicas",) if is_hybrid else ()))
         # The groups by the ranks over which they reduce: their meshes have no tensor-parallel dimension.
         over: dict[tuple[int, ...], list[Any]] = {}
         for group in self._groups:

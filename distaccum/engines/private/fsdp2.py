@@ -68,15 +68,15 @@ def state_of(module: Any) -> Any:
 
 def groups_of(state: Any) -> list[Any]:
     # There may be several from torch 2.12 on.
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
+        return list(groups)
     require("torch", state, "_fsdp_param_group")
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def all_have(groups: Sequence[Any], dimension: str) -> bool:
-    """Returns whether all meshes have a dimension over which to "shard", or to "replicate"."""
-    return all(getattr(group.mesh_info, f"{dimension}_mesh_dim", None) is not None for group in groups)
+    """Returns whether the mesh of each group has a dimension, called "shard_mesh_dim" or "replicate_mesh_dim"."""
+    return all(getattr(group.mesh_info, dimension, None) is not None for group in groups)
 
 
 def name_of(parameter: Any) -> str:
