@@ -156,11 +156,14 @@ class DDPEngine(Engine):
         return bool(self._unseen_graphs) or (reduce and self._reduces)
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        if reduce and self._reduces:
-            losses, seeds = self._arm(losses, seeds)
-        elif self._unseen_graphs:
+        if self._unseen_graphs:
             # DDP has armed these itself, in forward, and learns their graphs from this backward.
             self._armed, self._graph_is_torn = self._unseen_graphs, True
+        elif reduce and self._reduces:
+            losses, seeds = self._arm(losses, seeds)
+        else:
+            self.run_backward(tuple(losses), tuple(seeds))
+            return
         stamps_of = [list(map(_stamp, self._watched(wrapper))) for wrapper in self._armed]
         self.run_backward(tuple(losses), tuple(seeds))
         for wrapper, stamps in zip(self._armed, stamps_of, strict=True):
