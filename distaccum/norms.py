@@ -21,8 +21,7 @@ def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, as a view; any other tensor itself."""
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def multiply(gradients: Iterable[Any], factor: float | Tensor) -> None:
