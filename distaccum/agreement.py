@@ -66,15 +66,14 @@ def compare(job: Job) -> None:
 @contextmanager
 def heard_by_all() -> Iterator[None]:
     """Leaves a note if the block, which makes an Accumulator, fails: ranks that wait for this one can tell why."""
-    is_job = dist.is_available() and dist.is_initialized()
+    why = ""
     try:
         yield
     except Exception as error:
-        if is_job:
-            private.leave_note(private.FAILED, in_short(error))
+        why = in_short(error)
         raise
-    if is_job and private.read_note(private.FAILED, dist.get_rank()):
-        private.leave_note(private.FAILED, "")
+    finally:
+        private.leave_note(private.FAILED, why)
 
 
 def _subjects(job: Job) -> Subjects:

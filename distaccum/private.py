@@ -84,7 +84,7 @@ def _store() -> Any:
 
 
 def leave_note(name: str, text: str) -> None:
-    """Leaves a text of this rank in the job's store, which others can read when they wait for it in vain."""
+    """Leaves a text of this rank in the job's store, if there is one, for others who wait for it in vain."""
     with suppress(*NO_STORE):
         _store().set(f"distaccum/{name}/{dist.get_rank()}", text)
 
@@ -92,7 +92,7 @@ def leave_note(name: str, text: str) -> None:
 def read_note(name: str, rank: int) -> str | None:
     """The text that a rank left in the job's store; None if it left none."""
     store, key = _store(), f"distaccum/{name}/{rank}"
-    return store.get(key).decode() if store is not None and store.check([key]) else None
+    return store.get(key).decode() if store.check([key]) else None
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def coming_together(what: str, ranks: Sequence[int], waited: str, cure: str) -> 
     except RuntimeError as error:
         absent = why = ""
         with suppress(*NO_STORE):
-            ranks = [rank for rank in ranks if read_note(place, rank) is None] if _store() is not None else []
+            ranks = [rank for rank in ranks if read_note(place, rank) is None]
             why = next((f" ({text})" for rank in ranks if (text := read_note(FAILED, rank))), "")
             absent = ", ".join(map(str, ranks))
         if absent:

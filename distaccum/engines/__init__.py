@@ -48,8 +48,8 @@ def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine
         pipeline.join(engine)
     if mesh is not None:
         opened("on_mesh")(engine).cut_samples(mesh.mesh.flatten().tolist(), engine.name)
-    cut: list[Any] = [p for p in engine.parameters() if hasattr(p, "to_local")]
-    if mesh is not None or any(p.device_mesh.size() < dist.get_world_size() for p in cut):
+    sizes = [p.device_mesh.size() for p in engine.parameters() if hasattr(p, "device_mesh")]
+    if mesh is not None or any(size < dist.get_world_size() for size in sizes):
         opened("refuse_unclaimed_dimensions")(engine, mesh)
     return engine
 
@@ -92,8 +92,7 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
         )
     if ranks == 1:
         return PlainEngine(models, sync)
-    parameters: list[Any] = [p for module in modules for p in module.parameters(recurse=False)]
-    sizes = [p.device_mesh.size() for p in parameters if hasattr(p, "to_local")]
+    sizes = [p.device_mesh.size() for model in models for p in model.parameters() if hasattr(p, "device_mesh")]
     if ranks == num_stages * max(sizes, default=1):
         unwrapped: Engine = opened("UnwrappedEngine")(models, sync)
         return unwrapped
