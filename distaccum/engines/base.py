@@ -193,7 +193,7 @@ class Engine:
             adds gradients up itself replaces it; then no backward may reduce.
         pipeline: The schedule that runs the models; None: the caller runs their forward.
         run_backward (Callable): Runs autograd from tuples of losses and their seeds; Accelerate has its own.
-        peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`, `group`.
+        peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`, `largest`, `group`.
     """
 
     name: ClassVar[str] = ""
@@ -252,7 +252,7 @@ class Engine:
         return False
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        """Begins a window for the gradients of `parameters`: from here on, reductions are postponed."""
+        """Begins a window for gradients of `parameters`, frozen ones too: from here on, reductions are postponed."""
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         """Calls `run_backward` once, from scalar `losses`, weighted by `seeds`.
