@@ -13,7 +13,7 @@ from torch import Tensor
 from ..text import plural, shorten
 from .parts import Run, Updates
 from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
-from .weights import CONTRAST, weigh
+from .weights import CONTRAST, not_weighed, weigh
 
 ONE = torch.ones(1)
 WHERE = ("eval", "again", "late")  # wrong wherever they are
@@ -24,6 +24,8 @@ TRAINERS = {
     "AccumulatingTrainer": "AccumulatingTrainer(..., count=..., reduction=...), and a loss that nothing else divides",
     "Trainer": "from distaccum.transformers import AccumulatingTrainer: use it in the place of Trainer, or with a "
     "subclass: class Mine(AccumulatingTrainer, SFTTrainer)",
+    "Lightning": "from distaccum.lightning import ExactAccumulation: Trainer(..., "
+    "callbacks=[ExactAccumulation(count=...)]), and a loss that nothing else divides",
 }
 EVENTS = {
     "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
@@ -102,22 +104,10 @@ def _judge(seen: Seen) -> Verdict:
         unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
     weighed = {(place, part.site) for place in run.parts for part in run.parts[place] if not part.is_own}
     unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
-    unjudged += doubts * (not faults) + _not_weighed(run)
+    unjudged += doubts * (not faults) + not_weighed(run)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
     left = [one._replace(kind=one.kind.removeprefix("run's ")) for one in faults if one.kind not in hidden]
     return Verdict(left, notes, unjudged, {"weights": len(weighed), "receipts": compared})
-
-
-def _not_weighed(run: Run) -> list[str]:
-    """Says which share of the backwards has a loss of the script's own."""
-    parts = [(place, part) for place, of_place in run.parts.items() for part in of_place]
-    own = Counter(part.line for _, part in parts if part.is_own)
-    places = {(place, part.index, part.rank, part.backward, part.line) for place, part in parts}
-    num = Counter(line for *_, line in places)
-    return [
-        f"weights of {times} of {num[line]} backwards in {line}, whose loss is wholly or in part the script's own"
-        for line, times in own.items()
-    ]
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:

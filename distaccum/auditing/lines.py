@@ -17,6 +17,11 @@ OURS = f"{Path(__file__).parents[1]}{os.sep}"
 BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
 PLACE = re.compile(r'File "(.+)", line (\d+)')
+# Files of the loops of others. With Lightning's manual optimisation the loop is the user's own.
+LOOPS = {
+    "Trainer": f"{os.sep}transformers{os.sep}trainer.py",
+    "Lightning": f"{os.sep}loops{os.sep}optimization{os.sep}automatic.py",
+}
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # of the user, or of another prefix
 
 
@@ -45,8 +50,9 @@ def line_in(stack: Sequence[str]) -> str:
 
 
 def trainer() -> str:
-    """Tells whose loop runs: an "AccumulatingTrainer"'s, a "Trainer"'s, or "", the user's own."""
+    """Tells whose loop runs: an "AccumulatingTrainer"'s, a "Trainer"'s, "Lightning"'s, or "", the user's own."""
     paths = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
-    if any(path.startswith(f"{OURS}trainers{os.sep}") for path in paths):
-        return "AccumulatingTrainer"
-    return "Trainer" if any(path.endswith(f"{os.sep}transformers{os.sep}trainer.py") for path in paths) else ""
+    ends = ((whose, end) for whose, end in LOOPS.items() if any(path.endswith(end) for path in paths))
+    whose, _ = next(ends, ("", ""))
+    is_ours = whose == "Trainer" and any(path.startswith(f"{OURS}trainers{os.sep}") for path in paths)
+    return "AccumulatingTrainer" if is_ours else whose

@@ -23,6 +23,7 @@ class Backward:
         self.terms: list[dict[str, Any]] = []
         self.scaler: Any = None
         self.own: list[Any] = []  # by which numbers each addend that is no criterion's is divided
+        self.is_mean = False  # its loss is a mean, and of no window of ours
         # The number of the clearing, its line ("": by hand), and whether a loader had ended before
         self.cleared: tuple[int, str, bool] | None = None
         self.is_used = False  # a step of any optimizer used it
@@ -38,7 +39,7 @@ class Backward:
             if term["divisors"] is not None:
                 term["divisors"] = [_plain(*one) for one in term["divisors"]]
         self.own = [[_plain(*one) for one in path] for path in self.own]
-        return {name: getattr(self, name) for name in ("line", "batch", "terms", "own", "cleared")}
+        return {name: getattr(self, name) for name in ("line", "batch", "terms", "own", "is_mean", "cleared")}
 
 
 @final

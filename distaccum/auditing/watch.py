@@ -157,7 +157,8 @@ class Watch:
         self._stacks.stop()
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
-        made, num = Backward(where()[0], self.loaders.batch()), self._num
+        line, inner = where()
+        made, num = Backward(line, self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
         for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):
             one.forgo("")
@@ -169,6 +170,7 @@ class Watch:
         if not self.ledger.is_hooked and (made.received is not None or not self._heard):
             roots = args[at] if len(args) > at else options.get("tensors")
             made.own = quietly(private.note_divisors)(roots, self._see_fused) or []
+            made.is_mean = is_mean(roots) and not inner.startswith(OURS)
         if quietly(self.modes.have_left_training)(made.line, self.ledger.trained_roots()):
             for one in self.trained.values():
                 one.note("eval", made.line)
@@ -361,6 +363,18 @@ def is_linear(optimizer: Any) -> bool:
     """True where a factor of all gradients is a factor of the learning rate."""
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     return is_sgd and not any(group["weight_decay"] for group in optimizer.param_groups)
+
+
+def is_mean(loss: Any) -> bool:
+    """True for a mean, scaled, to which nothing else is added."""
+    node = getattr(loss, "grad_fn", None)
+    while node is not None:
+        kind = node.name().rpartition("Backward")[0]
+        if kind not in private.CHAIN:
+            return bool(kind == "Mean")
+        inputs = [given for given, _ in node.next_functions if given is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    return False
 
 
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ counts and ranks, is judged: it must be equal for all units of an update, and ad
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,11 @@ def weigh(run: Run, verdict: Verdict) -> list[str]:
         _judge_units(criterion, of_script, verdict)
         _judge_unused(criterion, verdict)
     levels = [(criterion.place, _level(criterion, fine, verdict.notes, doubts)) for criterion in fine]
+    whole = run.criterions(by_call=False)
+    levels += [(criterion.place, _own_level(criterion, doubts)) for criterion in whole if criterion.is_own]
     undivided = {place for place, fault in levels if fault is not None and fault.by_hand.startswith(UNDIVIDED)}
     short: dict[int, Fault] = {}  # one for an optimizer: its criterions have one cause
-    for criterion in run.criterions(by_call=False):
+    for criterion in whole:
         fault = None if criterion.place in undivided else _short(criterion, verdict.notes, doubts)
         if fault is not None:
             short.setdefault(criterion.place, fault)
@@ -251,13 +253,75 @@ def _level(criterion: Criterion, others: Sequence[Criterion], notes: list[str], 
             doubts.append(f"{criterion.where}: {text}")
         return None
     text, hand = why
-    is_clipped = any(kind == "clip" for update in usual for kind, *_ in update["events"])
-    is_rate = all(update["linear"] for update in usual) and len({*criterion.lengths.values()}) == 1 and not is_clipped
+    return _off(criterion, text, hand, doubts)
+
+
+def _off(criterion: Criterion, text: str, hand: str, doubts: list[str]) -> Fault | None:
+    """The fault of a usual weight; only a doubt where the learning rate may make up for a missing division."""
+    updates = [criterion.run.updates[criterion.place, index][0] for index in criterion.usual]
+    is_clipped = any(kind == "clip" for update in updates for kind, *_ in update["events"])
+    is_rate = all(update["linear"] for update in updates) and len({*criterion.lengths.values()}) == 1 and not is_clipped
     if hand.startswith(UNDIVIDED) and is_rate:
-        doubts.append(f"{criterion.where}: {text}, as {common} times the learning rate would; {hand}, if it is not")
+        as_rate = f"as {criterion.common} times the learning rate would"
+        doubts.append(f"{criterion.where}: {text}, {as_rate}; {hand}, if it is not")
         return None
-    text = f"{text}: the gradient is {level:.4g} times that of the mean{_lines(criterion)}"
+    text = f"{text}: the gradient is {criterion.level:.4g} times that of the mean{_lines(criterion)}"
     return Fault("divisor", criterion.where, text, hand)
+
+
+def _own_level(criterion: Criterion, doubts: list[str]) -> Fault | None:
+    """Finds a mean of the script's own that its micro-batches do not divide, if it is all that an optimizer gets."""
+    if not _is_off_mean(criterion):
+        return None
+    steps, run, place = criterion.common, criterion.run, criterion.place
+    usual = [part for index in criterion.usual for part in criterion.updates[index]]
+    is_only = len(usual) == sum(part.index in criterion.usual for part in run.parts[place])
+    loaders, batches = {part.batch[0] for part in usual}, {(part.rank, part.batch) for part in usual}
+    are_drawn = loaders != {0}
+    if not is_only or (are_drawn and (len(loaders) > 1 or len(batches) < len(usual))):
+        return None  # losses that an update adds up, as of tasks, or of views of a batch
+    path = [step[:2] for step in usual[0].path or ()]
+    recurs = any(run.updates[place, index][0]["recurs"] for index in criterion.usual)
+    if not path and are_drawn and not recurs:
+        return _off(criterion, f"nothing divides by the {steps} micro-batches", f"{UNDIVIDED}{steps}", doubts)
+    how, num = path[0] if len(path) == 1 else ("", 0.0)
+    if how == "div" and num > 1 and not num % 1 and is_equal(criterion.level, steps / num):
+        text = f"the loss is divided by {num:.0f}, and each update has {steps} micro-batches"
+        return _off(criterion, text, f"divide by {steps}", doubts)
+    return None
+
+
+def _is_off_mean(criterion: Criterion) -> bool:
+    """True for means of the script's own that weigh alike in each update, and together another number than 1."""
+    run, usual = criterion.run, [part for index in criterion.usual for part in criterion.updates[index]]
+    backwards = (run.updates[criterion.place, part.index][part.rank]["backwards"][part.backward] for part in usual)
+    return (
+        criterion.is_own
+        and criterion.common > 1
+        and criterion.factor is not None
+        and not is_equal(criterion.level, 1.0)
+        and all(is_equal(criterion.totals[index], criterion.level) for index in criterion.usual)
+        and are_equal(part.total for part in usual)
+        and all(backward["is_mean"] for backward in backwards)
+    )
+
+
+def not_weighed(run: Run) -> list[str]:
+    """Says which share of the backwards has a loss of the script's own, and what it adds up to."""
+    parts = [(place, part) for place, of_place in run.parts.items() for part in of_place]
+    own = Counter(part.line for _, part in parts if part.is_own)
+    places = {(place, part.index, part.rank, part.backward, part.line) for place, part in parts}
+    num = Counter(line for *_, line in places)
+    means = {
+        part.line: f"; the {criterion.common} of an update add up to {criterion.level:.4g} times their mean"
+        for criterion in filter(_is_off_mean, run.criterions(by_call=False))
+        for part in criterion.parts
+    }
+    return [
+        f"weights of {times} of {num[line]} backwards in {line}, whose loss is wholly or in part the script's own"
+        + means.get(line, "")
+        for line, times in own.items()
+    ]
 
 
 def _reason(criterion: Criterion, others: Sequence[Criterion]) -> tuple[str, str] | None:

@@ -467,6 +467,75 @@ def own(model):
     return -nn.functional.logsigmoid(model(torch.randn(4, 8)) - model(torch.randn(4, 8))).mean()
 
 
+def fit_own(losses, steps, *, drawn=True, views=1, optimizer=torch.optim.AdamW):
+    """The report of a training on losses of its own: each of `losses` runs a backward, `views` times for a batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    adam = optimizer(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4)
+    batches = loader if drawn else [*loader]
+    with distaccum.audit(model) as report:
+        for i, (x,) in enumerate(batches):
+            for _ in range(views):
+                for backward in losses:
+                    backward(-nn.functional.logsigmoid(model(x) - model(torch.randn(4, 8))))
+            if i % steps == steps - 1:
+                adam.step()
+                adam.zero_grad()
+    return report
+
+
+def divided(by):
+    return [lambda losses: (losses.mean() / by).backward()]
+
+
+UNDIVIDED = [lambda losses: losses.mean().backward()]
+TERMS = [  # two losses of a batch, with their mean and that of 4 micro-batches
+    lambda losses: (losses.mean() / 8).backward(),
+    lambda losses: (losses.square().mean() / 8).backward(),
+]
+PENALTY = [
+    lambda losses: losses.mean().backward(),
+    lambda losses: (10 * losses.square().mean()).backward(),
+]
+SUM = [lambda losses: losses.sum().backward()]
+
+
+@pytest.mark.parametrize(
+    ("losses", "steps", "options", "says"),
+    [
+        (UNDIVIDED, 4, {}, "nothing divides by the 4 micro-batches: the gradient is 4 times that of the mean"),
+        (divided(4), 2, {}, "the loss is divided by 4, and each update has 2 micro-batches: the gradient is 0.5 times"),
+        (divided(4), 2, {"drawn": False}, "the loss is divided by 4, and each update has 2 micro-batches: the gradi"),
+        (divided(2), 4, {}, "the loss is divided by 2, and each update has 4 micro-batches: the gradient is 2 times"),
+    ],
+)
+def test_mean_of_the_scripts_own_is_divided_by_its_micro_batches(losses, steps, options, says):
+    (fault,) = fit_own(losses, steps, **options).findings
+    assert fault.kind == "divisor" and fault.text.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("losses", "steps", "options", "says"),
+    [
+        (divided(4), 4, {}, "script's own"),
+        (UNDIVIDED, 1, {}, "script's own"),
+        (SUM, 4, {}, "script's own"),
+        (UNDIVIDED, 4, {"drawn": False}, "the 4 of an update add up to 4 times their mean"),
+        (UNDIVIDED, 4, {"optimizer": torch.optim.SGD}, "add up to 4 times their mean"),
+        (UNDIVIDED, 1, {"views": 3}, "the 3 of an update add up to 3 times their mean"),
+        (divided(3), 1, {}, "script's own"),
+        (TERMS, 4, {}, "script's own; the 4 of an update add up to 0.5 times their mean"),
+        (PENALTY, 1, {}, "script's own"),
+        (PENALTY, 4, {}, "the 4 of an update add up to 40 times their mean"),
+        ([lambda losses: (losses.mean() * 0.3 / 4).backward()], 4, {}, "add up to 0.3 times their mean"),
+    ],
+)
+def test_what_may_be_meant_with_a_loss_of_the_scripts_own_is_no_finding(losses, steps, options, says):
+    report = fit_own(losses, steps, **options)
+    assert report.findings == [] and report.status == 3 and report.unjudged[-1].endswith(says), report
+
+
 @pytest.mark.parametrize("loss", [mean, own])
 def test_branches_for_the_last_micro_batch_are_one_criterion(loss):
     def branches(divisor):
