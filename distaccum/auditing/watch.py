@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
+from ..engines.base import Gradient
 from ..window import Window
 from . import private
 from .criterions import count_of, hearing, reduction_of, unit_of
@@ -82,6 +83,7 @@ class Watch:
             (nn.Module, "named_parameters", self.ledger.add_root),
             (DistributedDataParallel, "__init__", self.ledger.add_root),
             (DistributedSampler, "__iter__", self.loaders.sample),
+            (Gradient, "clip", self._close),
             (torch.amp.GradScaler, "scale", self._scale),
             (torch.amp.GradScaler, "unscale_", self._unscale),
         ]
@@ -320,6 +322,11 @@ class Watch:
             for one in spent:
                 one.note_late("late", where()[0], over)
         return result
+
+    def _close(self, *_: Any) -> None:
+        """Takes receipts before a window of ours clips."""
+        for trained in (trained for trained in self.trained.values() if trained.pending):
+            trained.close()
 
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler, self._has_stepped = scaler if scaler.is_enabled() else None, False

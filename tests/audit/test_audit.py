@@ -640,6 +640,17 @@ def test_clipping_is_judged_by_what_it_changes():
     assert [fault.kind for fault in clipped(1.0, is_late=True).findings] == ["late"]
 
 
+def test_window_that_clips_is_right():
+    model, data = nn.Linear(8, 3), TensorDataset(torch.randn(40, 8), torch.randint(0, 3, (40,)))
+    accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), steps=2, max_norm=0.3)
+    with distaccum.audit(model) as report:
+        for window in accumulator.windows(DataLoader(data, batch_size=4)):
+            for x, y in window:
+                window.backward(cross_entropy(model(x), y))
+            window.step()
+    report.assert_right()
+
+
 @pytest.mark.parametrize("num", [0, 1, 3])
 def test_batches_that_validate_excuse_no_short_window(num):
     x, y, model = torch.randn(44, 8), torch.randint(0, 3, (44,)), nn.Linear(8, 3)
