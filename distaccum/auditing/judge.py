@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -38,130 +38,129 @@ EVENTS = {
 
 
 def verdict(seen: Seen) -> Verdict:
-    at_work = [one for one in seen if one["updates"]] or seen
+    at_work = [rank for rank in seen if rank["updates"]] or seen
     groups = _groups(at_work)
     faults, notes, unjudged, judged = _together([_judge(group) for group in groups])
     if len(groups) > 1:
         notes.append(f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone")
-    if idle := [str(one["rank"]) for one in seen if one not in at_work]:
+    if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
         notes.append(f"rank {', '.join(idle)} makes no update")
-    trainers = {update.get("trainer", "") for one in seen for update in one["updates"]}
-    return Verdict([_cured(one, trainers) for one in faults], notes, unjudged, judged)
-
-
-def _each(seen: Seen) -> Verdict:
-    return _together([_judge([one]) for one in seen])
+    trainers = {update["trainer"] for rank in seen for update in rank["updates"]}
+    if len(trainers) == 1 and (cure := TRAINERS.get(*trainers)) is not None:  # its user writes no loop
+        faults = [fault if fault.window == CONTRAST else fault._replace(window=cure) for fault in faults]
+    return Verdict(faults, notes, unjudged, judged)
 
 
 def _together(judged: Sequence[Verdict]) -> Verdict:
-    every = [fault for one in reversed(judged) for fault in reversed(one.faults)]
-    faults = {(one.kind, one.text if one.kind == "shared" else one.where): one for one in every}
-    notes = dict.fromkeys(text for one in judged for text in one.notes)
-    unjudged = dict.fromkeys(text for one in judged for text in one.unjudged)
-    most = {what: max(one.judged[what] for one in judged) for what in judged[0].judged}
-    return Verdict(sorted(faults.values(), key=lambda one: one.where), list(notes), list(unjudged), most)
-
-
-def _cured(one: Fault, trainers: Set[str]) -> Fault:
-    """Replaces the cure if a Trainer runs the loop, since its user writes none."""
-    cure = TRAINERS.get(next(iter(trainers))) if len(trainers) == 1 else None
-    return one if cure is None or one.window == CONTRAST else one._replace(window=cure)
+    every = [fault for group in reversed(judged) for fault in reversed(group.faults)]
+    faults = {(fault.kind, fault.text if fault.kind == "shared" else fault.where): fault for fault in every}
+    notes = dict.fromkeys(text for group in judged for text in group.notes)
+    unjudged = dict.fromkeys(text for group in judged for text in group.unjudged)
+    most = {what: max(group.judged[what] for group in judged) for what in judged[0].judged}
+    return Verdict(sorted(faults.values(), key=lambda fault: fault.where), list(notes), list(unjudged), most)
 
 
 def _judge(seen: Seen) -> Verdict:
     by_key: dict[Key, list[dict[str, Any]]] = defaultdict(list)
-    for one in seen:
-        for update in one["updates"]:
+    for rank in seen:
+        for update in rank["updates"]:
             by_key[update["optimizer"], update["index"]].append(update)
     updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
     left_out = len(by_key) - len(updates)
-    found, kept = _reckon(seen, updates)
-    own = {place for (place, _), one in found.items() if one.is_own}
-    moved = {place for (place, _), ranks in updates.items() if any(one["moved"] for one in ranks)}  # as SAM does
-    known = ((place, fault) for (place, _), one in sorted(found.items()) for fault in one.faults if place not in moved)
-    faults = [fault for place, fault in known if place not in own or fault.kind not in ("uneven", "stale")]
+    reckoned, kept = _reckon(seen, updates)
+    own = {place for (place, _), reckoning in reckoned.items() if reckoning.is_own}
+    moved = {place for (place, _), ranks in updates.items() if any(update["moved"] for update in ranks)}  # as SAM does
+    faults = [
+        fault
+        for (place, _), reckoning in sorted(reckoned.items(), key=lambda known: known[0])
+        for fault in reckoning.faults
+        if place not in moved and (place not in own or fault.kind not in ("uneven", "stale"))
+    ]
     faults += _cleared(seen, kept | own | moved)
-    notes, unjudged = ([note for one in found.values() for note in getattr(one, of)] for of in ("notes", "unjudged"))
+    notes = [note for reckoning in reckoned.values() for note in reckoning.notes]
+    unjudged = [text for reckoning in reckoned.values() for text in reckoning.unjudged]
     gone = [(line, ranks[0]["line"]) for ranks in updates.values() for line in ranks[0]["gone"]]
     notes += [f"{of}: steps with some backwards of {line}, and another optimizer with the others" for line, of in gone]
-    updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
-    updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
-    run, apart = Run(updates, found, len(seen)), _apart(seen, updates, notes)
-    compared = sum(one.factor is not None or bool(one.faults) for one in found.values())
-    alone = {key: one.alone for key, one in found.items() if one.alone}
-    if 0 < len(alone) == compared and not any(one["wrapped"] for one in seen) and not run.is_one_mean(alone):
-        each = _each(seen)
+    updates = {key: [_used(update, key[0] in kept) for update in ranks] for key, ranks in updates.items()}
+    updates = {key: ranks for key, ranks in updates.items() if all(update["backwards"] for update in ranks)}
+    run, apart = Run(updates, reckoned, len(seen)), _apart(seen, updates, notes)
+    compared = sum(reckoning.factor is not None or bool(reckoning.faults) for reckoning in reckoned.values())
+    alone = {key: reckoning.alone for key, reckoning in reckoned.items() if reckoning.alone}
+    if 0 < len(alone) == compared and not any(rank["wrapped"] for rank in seen) and not run.is_one_mean(alone):
+        each = _together([_judge([rank]) for rank in seen])
         if apart is None:
             return each._replace(notes=[notes[-1], *each.notes])
         alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
         return each._replace(unjudged=[alone_from, *each.unjudged])
     doubts = weigh(run, Verdict(faults, notes, unjudged, {}))  # which adds to these lists
     faults += _traffic(seen, updates) + _events(seen, updates, notes) + (apart or [])
-    kinds = {one.kind for one in faults}  # the rest of a window after a clearing is not a short window
+    kinds = {fault.kind for fault in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)
     hidden += ["window", "lost"] * ("cleared" in kinds)
-    if updates and not compared and not any(one.unjudged for one in found.values()):
+    if updates and not compared and not any(reckoning.unjudged for reckoning in reckoned.values()):
         unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
     weighed = {(place, part.site) for place in run.parts for part in run.parts[place] if not part.is_own}
     unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
     unjudged += doubts * (not faults) + not_weighed(run)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
-    left = [one._replace(kind=one.kind.removeprefix("run's ")) for one in faults if one.kind not in hidden]
+    left = [fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in faults if fault.kind not in hidden]
     return Verdict(left, notes, unjudged, {"weights": len(weighed), "receipts": compared})
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
     """Compares each update; also returns optimizers whose gradients the script keeps elsewhere as it clears them."""
-    found, kept, before = dict[Key, Reckoning](), set[int](), dict[int, Tensor]()
+    reckoned, kept, before = dict[Key, Reckoning](), set[int](), dict[int, Tensor]()
     for (place, index), ranks in updates.items():
-        places = [one.get("places") for one in ranks]
-        if not places[0] or any(one != places[0] for one in places):
+        places = ranks[0].get("places")
+        if not places or any(update.get("places") != places for update in ranks):
             continue
-        one = Reckoning(seen, [_used(each, has_cleared=False) for each in ranks], before.get(place))
-        is_unclear = one.factor is None or one.faults or one.notes
-        if is_unclear and any(backward["cleared"] for each in ranks for backward in each["backwards"]):
+        reckoning = Reckoning(seen, [_used(update, has_cleared=False) for update in ranks], before.get(place))
+        is_unclear = reckoning.factor is None or reckoning.faults or reckoning.notes
+        if is_unclear and any(backward["cleared"] for update in ranks for backward in update["backwards"]):
             every = Reckoning(seen, ranks, before.get(place))
             by_hand = not any(backward["cleared"] and backward["cleared"][1] for backward in ranks[0]["backwards"])
             if every.factor is not None or (by_hand and any(fault.kind == "lost" for fault in every.faults)):
-                one, kept = every, kept | {place}
-        found[place, index], before[place] = one, one.closed
-    return found, kept
+                reckoning, kept = every, kept | {place}
+        reckoned[place, index], before[place] = reckoning, reckoning.closed
+    return reckoned, kept
 
 
 def _groups(seen: Seen) -> list[Seen]:
     """Ranks that train the same parameters: those of another stage of a pipeline are judged apart."""
     groups: list[Any] = []
-    for one in seen:
-        if not one["updates"] or "places" not in one["updates"][0]:
+    for rank in seen:
+        if not rank["updates"] or "places" not in rank["updates"][0]:
             return [seen]
-        mates = next((group for group in groups if _are_mates(group[0], one)), None)
+        mates = next((group for group in groups if _are_mates(group[0], rank)), None)
         if mates is None:
-            groups.append([one])
+            groups.append([rank])
         else:
-            mates.append(one)
-    firsts = [Reckoning(group, [one["updates"][0] for one in group], None) for group in groups if len(groups) > 1]
-    return groups if firsts and all(one.factor is not None or one.faults for one in firsts) else [seen]  # FSDP1's
+            mates.append(rank)
+    if len(groups) == 1:
+        return groups
+    firsts = [Reckoning(group, [rank["updates"][0] for rank in group], None) for group in groups]
+    return groups if all(first.factor is not None or first.faults for first in firsts) else [seen]  # FSDP1's
 
 
-def _are_mates(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    first, second = one["updates"][0], other["updates"][0]
-    if one["mesh"] != other["mesh"] or first["places"] != second["places"]:
+def _are_mates(rank: dict[str, Any], other: dict[str, Any]) -> bool:
+    first, second = rank["updates"][0], other["updates"][0]
+    if rank["mesh"] != other["mesh"] or first["places"] != second["places"]:
         return False
-    values, vectors = [first["values"], second["values"]], columns(one, first["places"])["vector"]
-    return bool(one["mesh"] or (values[0].shape == values[1].shape and same_on_all(values, vectors).any()))
+    values, vectors = [first["values"], second["values"]], columns(rank, first["places"])["vector"]
+    return bool(rank["mesh"] or (values[0].shape == values[1].shape and same_on_all(values, vectors).any()))
 
 
 def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
     """The update with only the backwards that its step used."""
-    return {**update, "backwards": [one for one in update["backwards"] if has_cleared or not one["cleared"]]}
+    return {**update, "backwards": [each for each in update["backwards"] if has_cleared or not each["cleared"]]}
 
 
 def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
     """Finds backwards that no step used, on lines whose other backwards steps do use."""
     faults = []
-    for one, place in ((rank, place) for rank in seen for place in rank["rest"] if place not in kept):
-        updates = [update for update in one["updates"] if update["optimizer"] == place]
-        used, rest = [_used(update, has_cleared=False)["backwards"] for update in updates], one["rest"][place]
+    for rank, place in ((each, place) for each in seen for place in each["rest"] if place not in kept):
+        updates = [update for update in rank["updates"] if update["optimizer"] == place]
+        used, rest = [_used(update, has_cleared=False)["backwards"] for update in updates], rank["rest"][place]
         own = {backward["line"] for backwards in used for backward in backwards}
         last = [update["backwards"][-1] for update in updates if not update.get("closed", ONE).any()]
         own |= {backward["line"] for backward in last if backward["cleared"]}
@@ -174,7 +173,7 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
         # Otherwise it is now and then, as for a loss that is not finite, or before the first update.
         is_often, at_epochs = 2 * len({*when.values()}) > len(used), _are_multiples(sorted(parts.values()))
         left = [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]
-        left = left * one["ended"]  # not by an error or Ctrl-C
+        left = left * rank["ended"]  # not by an error or Ctrl-C
         by_line: dict[tuple[str, bool], int] = defaultdict(int)
         for (_, line, ended), num in groups.items():
             if is_often or at_epochs or (ended and num != max(lengths)):
@@ -199,38 +198,37 @@ def _share(num: int, backwards: Sequence[Sequence[Any]]) -> str:
 
 def _are_multiples(indices: Sequence[int]) -> bool:
     """True if epochs of equal length begin at these updates."""
-    return len(indices) > 1 and indices[0] > 0 and all(one == (i + 1) * indices[0] for i, one in enumerate(indices))
+    return len(indices) > 1 and indices[0] > 0 and all(index == (i + 1) * indices[0] for i, index in enumerate(indices))
 
 
 def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
     faults = []
-    for one in seen:
-        found: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
-        for update in one["updates"]:
+    for rank in seen:
+        where: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
+        for update in rank["updates"]:
             lines = [backward["line"] for backward in update["backwards"]]
             for kind, line, before, over in update["events"]:
                 if kind in ("clip", "late") and over <= LOGGED:
                     continue
                 if kind == "clip" and over <= 1:
                     kind = "idle clip"
-                if line and (
-                    kind in WHERE or (kind in (*EVENTS, "idle clip") and {*lines[:before]} & {*lines[before:]})
-                ):
-                    found[kind, line].append(update["index"])
-        clips = {update["index"] for update in one["updates"] if any(kind == "clip" for kind, *_ in update["events"])}
-        for (kind, line), where in found.items():
-            if kind == "late" and clips.issuperset(where):
+                is_within = kind in (*EVENTS, "idle clip") and {*lines[:before]} & {*lines[before:]}
+                if line and (kind in WHERE or is_within):
+                    where[kind, line].append(update["index"])
+        clips = {update["index"] for update in rank["updates"] if any(kind == "clip" for kind, *_ in update["events"])}
+        for (kind, line), indices in where.items():
+            if kind == "late" and clips.issuperset(indices):
                 continue
             if kind == "idle clip":
                 notes.append(f"{line}: clips in the middle of a window, which has changed nothing so far")
                 continue
             # A schedule may step at an epoch's end, anywhere in a window
-            if kind != "schedule" or 2 * len(where) >= len(seen[0]["updates"]):
+            if kind != "schedule" or 2 * len(indices) >= len(seen[0]["updates"]):
                 text, hand = EVENTS[kind]
-                faults.append(Fault(kind, line, f"{text} (first in update {where[0]}; {len(where)} times)", hand))
+                faults.append(Fault(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", hand))
     first = [_schedules(ranks[0]) for (place, _), ranks in updates.items() if place == min(updates)[0]]
-    for line, known in Counter(each for one in first for each in one.items() if each[1][0] > 1):
-        if 2 * sum(one.get(line) == known for one in first) >= len(first):
+    for line, known in Counter(each for lines in first for each in lines.items() if each[1][0] > 1):
+        if 2 * sum(lines.get(line) == known for lines in first) >= len(first):
             hand, window = "step it once per update, on any number of ranks", {}
             text, by_window = f"steps the schedule {known[0]} times per update", known[1]
             if by_window:
@@ -243,25 +241,26 @@ def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
 def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:
     """For each line, how often the schedule that it steps moves, and whether a window of ours steps it too."""
     steps = Counter((line, whose) for kind, line, _, whose in update["events"] if kind == "schedule")
-    found: dict[str, tuple[int, bool]] = {}
+    moves: dict[str, tuple[int, bool]] = {}
     for line, whose in steps:
         if line:
             num = steps[line, whose] + steps.get(("", whose), 0)
-            found[line] = max(found.get(line, (0, False)), (num, ("", whose) in steps))
-    return found
+            moves[line] = max(moves.get(line, (0, False)), (num, ("", whose) in steps))
+    return moves
 
 
 def _traffic(seen: Seen, updates: Updates) -> list[Fault]:
     """Finds reductions before a window's last backward: after it, ranks with different gradients have equal ones."""
     early, windows, sent, least = Counter[str](), 0, 0, 0  # by line; bytes
     for ranks in updates.values() if len(seen) > 1 else ():
-        every = [one["backwards"] for one in ranks]
-        if len({*map(len, every)}) > 1 or len(every[0]) < 2 or any("left" not in one for each in every for one in each):
+        every = [update["backwards"] for update in ranks]
+        is_known = all("left" in backward for backwards in every for backward in backwards)
+        if len({*map(len, every)}) > 1 or len(every[0]) < 2 or not is_known:
             continue
         about, windows = columns(seen[0], ranks[0]["places"]), windows + 1
         size, copies = about["bytes"], about["copies"]
         for of_ranks in list(zip(*every, strict=True))[:-1]:
-            after, got = (torch.stack([one[key] for one in of_ranks]) for key in ("left", "received"))
+            after, got = (torch.stack([backward[key] for backward in of_ranks]) for key in ("left", "received"))
             line, reduced = of_ranks[0]["line"], (copies == 0) & _alike(after) & ~_alike(got)
             if reduced.any():
                 early[line] += 1
@@ -289,15 +288,15 @@ def _alike(values: Tensor) -> Tensor:
 
 def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None:
     """Finds parameters that were equal on all ranks at first and not at the end; None if they become equal again."""
-    known = [ranks for ranks in updates.values() if all(one.get("places") for one in ranks)]
+    known = [ranks for ranks in updates.values() if all(update.get("places") for update in ranks)]
     known = [ranks for ranks in known if ranks[0]["optimizer"] == known[0][0]["optimizer"]]
     if len(seen) == 1 or not known:
         return []
     places = known[0][0]["places"]
-    if any(one["places"] != places for ranks in known for one in ranks):
+    if any(update["places"] != places for ranks in known for update in ranks):
         return []
     about = columns(seen[0], places)
-    same = [same_on_all([one["values"] for one in ranks], about["vector"]) for ranks in known]
+    same = [same_on_all([update["values"] for update in ranks], about["vector"]) for ranks in known]
     if any(bool((~before & now).any()) for before, now in pairwise(same)):
         notes.append(f"{known[0][0]['line']}: each rank steps alone, and parameters are averaged now and then")
         return None

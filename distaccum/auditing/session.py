@@ -74,9 +74,9 @@ class Audit:
         elif num := len(self.findings):
             lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
         lines += [f"  the script itself raised {self.error}"] * bool(self.error)
-        for one in self.findings:
-            lines += [f"  {one.where}: {one.text}", f"    by hand: {one.by_hand}"]
-            lines += [f"    window: {one.window}"] * (one.window != WINDOW)
+        for fault in self.findings:
+            lines += [f"  {fault.where}: {fault.text}", f"    by hand: {fault.by_hand}"]
+            lines += [f"    window: {fault.window}"] * (fault.window != WINDOW)
         lines += [f"  window: {WINDOW}"] * any(one.window == WINDOW for one in self.findings)
         lines += [f"  note: {note}" for note in self.notes] + [f"  not judged: {text}" for text in self.unjudged]
         return fitted(line.replace(f"{Path.cwd()}{os.sep}", "") for line in lines)
@@ -107,14 +107,14 @@ class Audit:
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
-        for one in self.seen:
+        for seen in self.seen:
             points = [
                 (update["index"] + step / len(update["backwards"]), term["seed"] / (term["count"] or 1))
-                for update in one["updates"]
+                for update in seen["updates"]
                 for step, backward in enumerate(update["backwards"])
                 for term in backward["terms"][:1]
             ]
-            axes.plot([x for x, _ in points], [y for _, y in points], ".", label=f"rank {one['rank']}")
+            axes.plot([x for x, _ in points], [y for _, y in points], ".", label=f"rank {seen['rank']}")
         axes.set(xlabel="update", ylabel="weight", title=str(self).splitlines()[0])
         axes.legend()
         figure.savefig(path)

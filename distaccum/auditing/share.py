@@ -50,8 +50,8 @@ def exchanged(mine: dict[str, Any], folder: str | None, number: int) -> Iterator
         return [one for one in meeting.glob("*.pt") if one.stat().st_mtime > STARTED]
 
     _wait(lambda: len(parts()) >= world, PATIENCE if mine["ended"] else HASTE)
-    found = (torch.load(path, weights_only=True) for path in parts())
-    seen = sorted(found, key=lambda one: int(one["rank"]))
+    loaded = (torch.load(path, weights_only=True) for path in parts())
+    seen = sorted(loaded, key=lambda about: int(about["rank"]))
     part.with_suffix(".read").touch()
     try:
         yield seen

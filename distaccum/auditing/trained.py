@@ -37,8 +37,8 @@ class Backward:
             for key in ("seed", "low", "count", "print"):
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
-                term["divisors"] = [_plain(*one) for one in term["divisors"]]
-        self.own = [[_plain(*one) for one in path] for path in self.own]
+                term["divisors"] = [_plain(*step) for step in term["divisors"]]
+        self.own = [[_plain(*step) for step in path] for path in self.own]
         return {name: getattr(self, name) for name in ("line", "batch", "terms", "own", "is_mean", "cleared")}
 
 
@@ -78,7 +78,7 @@ class Trained:
     def _gradient(self) -> tuple[int, int] | None:
         """One of its gradients, and how often it was changed."""
         every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
-        return next(((id(one), version(one)) for one in every), None)
+        return next(((id(gradient), version(gradient)) for gradient in every), None)
 
     def add(self, made: Backward, most: int) -> None:
         self.pending, self._closed, self._now, self._left = [*self.pending[-most:], made], None, None, self._gradient()
@@ -132,14 +132,14 @@ class Trained:
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
         scaler = self.pending[-1].scaler if self.pending else None
         backwards, self._last_events = [made.as_dict() for made in self.pending], self.events
-        found = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
-        found["scale"] = 1.0 if scaler is None else float(scaler.get_scale())
-        found |= {"changed": self._now != self._left, "moved": False, "gone": sorted(gone)}
+        update = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
+        update["scale"] = 1.0 if scaler is None else float(scaler.get_scale())
+        update |= {"changed": self._now != self._left, "moved": False, "gone": sorted(gone)}
         if self._closed is not None:
-            found |= self._receipts(self._closed, backwards)
+            update |= self._receipts(self._closed, backwards)
         if (now := self._gradient()) and self._left and now[0] != self._left[0]:  # one that was kept elsewhere
-            found["moved"] = found["moved"] or any(made.cleared for made in self.pending)
-        return found
+            update["moved"] = update["moved"] or any(made.cleared for made in self.pending)
+        return update
 
     def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The receipts of the update; also gives each backward its own, all in one read from the device."""

@@ -162,8 +162,8 @@ class Watch:
         line, inner = where()
         made, num = Backward(line, self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
-        for one in (one for one in self.trained.values() if one.is_waiting and one.is_emptied):
-            one.forgo("")
+        for trained in (trained for trained in self.trained.values() if trained.is_waiting and trained.is_emptied):
+            trained.forgo("")
         if num < FIRST or num % EVERY == 0:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
@@ -174,8 +174,8 @@ class Watch:
             made.own = quietly(private.note_divisors)(roots, self._see_fused) or []
             made.is_mean = is_mean(roots) and not inner.startswith(OURS)
         if quietly(self.modes.have_left_training)(made.line, self.ledger.trained_roots()):
-            for one in self.trained.values():
-                one.note("eval", made.line)
+            for trained in self.trained.values():
+                trained.note("eval", made.line)
         self._current = made
         try:
             result = original(*args, **options)
@@ -190,11 +190,11 @@ class Watch:
         else:
             known = self._touches.get(made.line, set())
         touched, made.is_sure = frozenset[int]().union(*known), len(known) < 2
-        for one in self.trained.values():
-            one.is_seen |= bool(made.received) and one.place in touched
+        for trained in self.trained.values():
+            trained.is_seen |= bool(made.received) and trained.place in touched
             # Nothing received: it reached one that is not known yet, or one that receipts do not see
-            if one.place in touched or not (touched or (one.is_seen and made.received is not None)):
-                one.add(made, KEPT)
+            if trained.place in touched or not (touched or (trained.is_seen and made.received is not None)):
+                trained.add(made, KEPT)
         return result
 
     def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -206,15 +206,15 @@ class Watch:
             self.ledger.receiving = received
 
     def _know(self, optimizer: Any) -> Trained:
-        one = self.trained.get(id(optimizer))
-        if one is None or one.optimizer() is not optimizer:
-            for key, gone in [(key, one) for key, one in self.trained.items() if one.optimizer() is None]:
+        trained = self.trained.get(id(optimizer))
+        if trained is None or trained.optimizer() is not optimizer:
+            for key, gone in [(key, trained) for key, trained in self.trained.items() if trained.optimizer() is None]:
                 self._gone.append(self.trained.pop(key))
                 self.ledger.release(gone.place)
-            one = self.trained[id(optimizer)] = Trained(optimizer, len(self.trained) + len(self._gone), self.ledger)
+            trained = self.trained[id(optimizer)] = Trained(optimizer, len(self.trained) + len(self._gone), self.ledger)
         for parameter in parameters_of(optimizer):
-            self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
-        return one
+            self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(trained.place)
+        return trained
 
     def _add_group(self, original: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         result = original(optimizer, *args, **options)
@@ -226,10 +226,10 @@ class Watch:
             if self._stepping is None:
                 self.unjudged["optimizers that step within backward"] = None
             return None
-        self._stepping, one = optimizer, self._know(optimizer)
+        self._stepping, trained = optimizer, self._know(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
         if closure is None:
-            self._record(one)
+            self._record(trained)
             return None
         calls = itertools.count()
 
@@ -242,34 +242,37 @@ class Watch:
                 return closure(*args, **options)
             finally:
                 self._stepping = optimizer
-                self._record(one)
+                self._record(trained)
 
         return (optimizer, heard, *args[2:]), {name: one for name, one in options.items() if name != "closure"}
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        one = self.trained.get(id(optimizer))
-        if self._stepping is not optimizer or one is None:
+        trained = self.trained.get(id(optimizer))
+        if self._stepping is not optimizer or trained is None:
             return
         self._stepping, self._has_stepped = None, True
-        one.num += bool(one.pending)
-        self._num = max(self._num, one.num)
-        one.forget()
+        trained.num += bool(trained.pending)
+        self._num = max(self._num, trained.num)
+        trained.forget()
         stepped = [other.num for other in self.trained.values() if other.num]
         if self.most is not None and stepped and min(stepped) >= self.most:
             raise Enough(0)
 
     @quietly
-    def _record(self, one: Trained) -> None:
-        if not one.pending:
-            if one.is_spent:
-                one.note_late("again", where()[0])
+    def _record(self, trained: Trained) -> None:
+        if not trained.pending:
+            if trained.is_spent:
+                trained.note_late("again", where()[0])
             return
-        one.close()
-        if one.num < 2:
+        trained.close()
+        if trained.num < 2:
             self.ledger.name()
-        record = {**one.record(), "line": where()[0], "linear": is_linear(one.optimizer())}
+        record = {**trained.record(), "line": where()[0], "linear": is_linear(trained.optimizer())}
         recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
-        record |= {"trainer": trainer(), "recurs": one.num_drawn < 2 and one.place in self.ledger.owners_of(recurrent)}
+        record |= {
+            "trainer": trainer(),
+            "recurs": trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent),
+        }
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
         if len(self.updates) < KEPT:
@@ -279,25 +282,29 @@ class Watch:
         try:
             return self.loaders.draw(original, loader)
         except StopIteration:
-            for one in (one for one in self.trained.values() if one.is_waiting):
-                one.note("ended")
+            for trained in (trained for trained in self.trained.values() if trained.is_waiting):
+                trained.note("ended")
             raise
 
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
         """Notes that a module or an optimizer is cleared, and with it the gradients that no step used."""
         parameters = cleared.parameters() if isinstance(cleared, nn.Module) else parameters_of(cleared)
-        waiting = [] if self._stepping is not None else [one for one in self.trained.values() if one.is_waiting]
+        waiting = (
+            [] if self._stepping is not None else [trained for trained in self.trained.values() if trained.is_waiting]
+        )
         owners = self.ledger.owners_of(parameters if waiting else ())
-        for one in (one for one in waiting if one.place in owners):
-            one.forgo(where()[0])
+        for trained in (trained for trained in waiting if trained.place in owners):
+            trained.forgo(where()[0])
 
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
         if self._scheduling:
             return original(scheduler, *args, **options)
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
-        one = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
-        if one is not None and one.num and not (args or options or "accelerate" in inner):  # it steps once per rank
-            one.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))  # "": by a window
+        trained = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
+        if (
+            trained is not None and trained.num and not (args or options or "accelerate" in inner)
+        ):  # it steps once per rank
+            trained.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))  # "": by a window
         self._scheduling = True
         try:
             return original(scheduler, *args, **options)
@@ -307,20 +314,23 @@ class Watch:
     def _clip(self, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         owners = quietly(self.ledger.owners_of)(given) or ()
-        trained = [one for one in self.trained.values() if one.place in owners]
-        waiting, spent = [one for one in trained if one.pending], [one for one in trained if one.is_spent]
-        for one in waiting:
-            one.close()
+        owning = [trained for trained in self.trained.values() if trained.place in owners]
+        waiting, spent = (
+            [trained for trained in owning if trained.pending],
+            [trained for trained in owning if trained.is_spent],
+        )
+        for trained in waiting:
+            trained.close()
         bound = args[0] if args else options.get("max_norm", options.get("clip_value"))
         most = [p.grad.abs().max() for p in given if p.grad is not None] if "value" in original.__name__ else []
         result = original((p for p in given) if isinstance(parameters, Iterator) else parameters, *args, **options)
         if bound:
             over = (max(most) if most else result) / bound  # a tensor, which is read at the end
             over = over if not hasattr(over, "to_local") or over.placements[0].is_replicate() else bound < math.inf
-            for one in waiting:
-                one.note("clip", where()[0], over)
-            for one in spent:
-                one.note_late("late", where()[0], over)
+            for trained in waiting:
+                trained.note("clip", where()[0], over)
+            for trained in spent:
+                trained.note_late("late", where()[0], over)
         return result
 
     def _close(self, *_: Any) -> None:
@@ -332,24 +342,26 @@ class Watch:
         self._scaler, self._has_stepped = scaler if scaler.is_enabled() else None, False
 
     def _unscale(self, scaler: Any, optimizer: Any) -> None:
-        one = self._know(getattr(optimizer, "optimizer", optimizer))
-        if scaler.is_enabled() and one.pending:
-            one.close()  # receipts of gradients that are about to be changed
-            one.note("unscale", where()[0])
+        trained = self._know(getattr(optimizer, "optimizer", optimizer))
+        if scaler.is_enabled() and trained.pending:
+            trained.close()  # receipts of gradients that are about to be changed
+            trained.note("unscale", where()[0])
 
     def _scaler_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-        one = self._know(getattr(optimizer, "optimizer", optimizer))
-        one.close()  # before it unscales
+        trained = self._know(getattr(optimizer, "optimizer", optimizer))
+        trained.close()  # before it unscales
         result = original(scaler, optimizer, *args, **options)
-        one.forget()  # even if it overflowed, and nothing was stepped
+        trained.forget()  # even if it overflowed, and nothing was stepped
         return result
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what was seen, in plain numbers that other ranks can read."""
         return {
             **self.ledger.as_dict(),
-            "updates": [{**one, "events": [*map(_plain_event, one["events"])]} for one in self.updates],
-            "rest": {one.place: [] if self.most else one.rest() for one in [*self._gone, *self.trained.values()]},
+            "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
+            "rest": {
+                trained.place: [] if self.most else trained.rest() for trained in [*self._gone, *self.trained.values()]
+            },
         }
 
 
