@@ -13,6 +13,8 @@ from .ledger import Ledger, Receipts, on_host, quietly
 from .lines import line_in
 from .private import version
 
+AFTER = ("late", "again")  # kinds of what happens after the step of an update
+
 
 @final
 class Backward:
@@ -88,12 +90,9 @@ class Trained:
         """True while the gradient of the last step stands there, untouched."""
         return not self.pending and self._used is not None and self._used == self._gradient()
 
-    def note_late(self, kind: str, line: str, whose: Any = 0) -> None:
-        """Notes at the last update what happens after its step."""
-        self._last_events.append((kind, line, 0, whose))
-
     def note(self, kind: str, line: str = "", whose: Any = 0) -> None:
-        self.events.append((kind, line, len(self.pending), whose))
+        events = self._last_events if kind in AFTER else self.events
+        events.append((kind, line, len(self.pending), whose))
 
     @quietly
     def close(self) -> None:

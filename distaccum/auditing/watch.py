@@ -149,11 +149,9 @@ class Watch:
 
     def _weigh(self, original: Any, window: Any, *losses: Any, **named: Any) -> None:
         reductions = [*window.losses.reductions.values()]
-        self._expected = window.counts_here[0] if reductions == ["mean"] and window.counts_here else None
-        try:
+        expected = window.counts_here[0] if reductions == ["mean"] and window.counts_here else None
+        with patch.object(self, "_expected", expected):
             original(window, *losses, **named)
-        finally:
-            self._expected = None
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         self._stacks.stop()
@@ -162,7 +160,7 @@ class Watch:
         line, inner = where()
         made, num = Backward(line, self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
-        for trained in (trained for trained in self.trained.values() if trained.is_waiting and trained.is_emptied):
+        for trained in (trained for trained in self._waiting() if trained.is_emptied):
             trained.forgo("")
         if num < FIRST or num % EVERY == 0:
             self.ledger.receiving = made.received = {}
@@ -199,11 +197,11 @@ class Watch:
 
     def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
         """Receives nothing from a graph within a backward, as of checkpointing, which gives its gradients itself."""
-        received, self.ledger.receiving = self.ledger.receiving, None
-        try:
+        with patch.object(self.ledger, "receiving", None):
             return original(*args, **options)
-        finally:
-            self.ledger.receiving = received
+
+    def _waiting(self) -> list[Trained]:
+        return [trained for trained in self.trained.values() if trained.is_waiting]
 
     def _know(self, optimizer: Any) -> Trained:
         trained = self.trained.get(id(optimizer))
@@ -262,17 +260,15 @@ class Watch:
     def _record(self, trained: Trained) -> None:
         if not trained.pending:
             if trained.is_spent:
-                trained.note_late("again", where()[0])
+                trained.note("again", where()[0])
             return
         trained.close()
         if trained.num < 2:
             self.ledger.name()
-        record = {**trained.record(), "line": where()[0], "linear": is_linear(trained.optimizer())}
+        record = {**trained.record(), "line": where()[0], "trainer": trainer()}
+        record["linear"] = is_linear(trained.optimizer())
         recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
-        record |= {
-            "trainer": trainer(),
-            "recurs": trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent),
-        }
+        record["recurs"] = trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent)
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
         if len(self.updates) < KEPT:
@@ -282,16 +278,14 @@ class Watch:
         try:
             return self.loaders.draw(original, loader)
         except StopIteration:
-            for trained in (trained for trained in self.trained.values() if trained.is_waiting):
+            for trained in self._waiting():
                 trained.note("ended")
             raise
 
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
         """Notes that a module or an optimizer is cleared, and with it the gradients that no step used."""
         parameters = cleared.parameters() if isinstance(cleared, nn.Module) else parameters_of(cleared)
-        waiting = (
-            [] if self._stepping is not None else [trained for trained in self.trained.values() if trained.is_waiting]
-        )
+        waiting = self._waiting() if self._stepping is None else []
         owners = self.ledger.owners_of(parameters if waiting else ())
         for trained in (trained for trained in waiting if trained.place in owners):
             trained.forgo(where()[0])
@@ -301,25 +295,19 @@ class Watch:
             return original(scheduler, *args, **options)
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         trained = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
-        if (
-            trained is not None and trained.num and not (args or options or "accelerate" in inner)
-        ):  # it steps once per rank
-            trained.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))  # "": by a window
-        self._scheduling = True
-        try:
+        # Accelerate's steps once per rank. No line stands for a step by a window.
+        if trained is not None and trained.num and not (args or options or "accelerate" in inner):
+            trained.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))
+        with patch.object(self, "_scheduling", True):
             return original(scheduler, *args, **options)
-        finally:
-            self._scheduling = False
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         owners = quietly(self.ledger.owners_of)(given) or ()
         owning = [trained for trained in self.trained.values() if trained.place in owners]
-        waiting, spent = (
-            [trained for trained in owning if trained.pending],
-            [trained for trained in owning if trained.is_spent],
-        )
-        for trained in waiting:
+        events = [(trained, "clip" if trained.pending else "late") for trained in owning]
+        events = [(trained, kind) for trained, kind in events if trained.pending or trained.is_spent]
+        for trained, _ in events:
             trained.close()
         bound = args[0] if args else options.get("max_norm", options.get("clip_value"))
         most = [p.grad.abs().max() for p in given if p.grad is not None] if "value" in original.__name__ else []
@@ -327,10 +315,8 @@ class Watch:
         if bound:
             over = (max(most) if most else result) / bound  # a tensor, which is read at the end
             over = over if not hasattr(over, "to_local") or over.placements[0].is_replicate() else bound < math.inf
-            for trained in waiting:
-                trained.note("clip", where()[0], over)
-            for trained in spent:
-                trained.note_late("late", where()[0], over)
+            for trained, kind in events:
+                trained.note(kind, where()[0], over)
         return result
 
     def _close(self, *_: Any) -> None:
@@ -359,9 +345,7 @@ class Watch:
         return {
             **self.ledger.as_dict(),
             "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
-            "rest": {
-                trained.place: [] if self.most else trained.rest() for trained in [*self._gone, *self.trained.values()]
-            },
+            "rest": {each.place: [] if self.most else each.rest() for each in [*self._gone, *self.trained.values()]},
         }
 
 
@@ -409,12 +393,8 @@ def print_of(target: Any) -> Tensor | None:
     if not isinstance(target, Tensor) or not target.ndim:
         return None
     numbers = target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
-    return (_ramp(numbers.numel(), target.device) * numbers).sum()
-
-
-@functools.lru_cache(maxsize=16)
-def _ramp(length: int, device: torch.device) -> Tensor:
-    return torch.arange(length, device=device, dtype=torch.float32) - (length - 1) / 2
+    ramp = torch.arange(len(numbers), device=target.device, dtype=torch.float32) - (len(numbers) - 1) / 2
+    return (ramp * numbers).sum()
 
 
 def _heard(original: Any, hear: Callable[..., Any], is_first: bool = False) -> Any:

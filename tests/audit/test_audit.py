@@ -531,7 +531,7 @@ def test_mean_of_the_scripts_own_is_divided_by_its_micro_batches(losses, steps, 
         ([lambda losses: (losses.mean() * 0.3 / 4).backward()], 4, {}, "add up to 0.3 times their mean"),
     ],
 )
-def test_what_may_be_meant_with_a_loss_of_the_scripts_own_is_no_finding(losses, steps, options, says):
+def test_loss_of_the_scripts_own_that_may_be_meant_is_no_finding(losses, steps, options, says):
     report = fit_own(losses, steps, **options)
     assert report.findings == [] and report.status == 3 and report.unjudged[-1].endswith(says), report
 
