@@ -37,6 +37,7 @@ from .trained import Backward, Trained, parameters_of
 FIRST, EVERY = 16, 64  # receipts are taken in the first updates, then in every 64th
 AFTER_EACH = 4  # updates with receipts after each backward too
 KEPT = 2000  # updates
+CLIPPING = (nn.utils, nn.utils.clip_grad)  # modules that have torch's functions
 PRINTED = 1 << 16  # the most numbers of a target that its print is made of
 
 
@@ -74,9 +75,6 @@ class Watch:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        clips = (
-            (owner, f"clip_grad_{kind}_") for owner in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")
-        )
         before: list[tuple[Any, str, Callable[..., Any]]] = [
             (Optimizer, "zero_grad", self._clear),
             (nn.Module, "zero_grad", self._clear),
@@ -89,7 +87,7 @@ class Watch:
         ]
         around: list[tuple[Any, str, Callable[..., Any]]] = [
             *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
-            *((owner, name, self._clip) for owner, name in clips),
+            *((owner, f"clip_grad_{kind}_", self._clip) for owner in CLIPPING for kind in ("norm", "value")),
             (Optimizer, "add_param_group", self._add_group),
             (warnings, "showwarning", _warn),
             (LRScheduler, "step", self._schedule),
@@ -101,10 +99,9 @@ class Watch:
         with ExitStack() as stack:
             if unheard := stack.enter_context(hearing(self._see)):
                 self.unjudged[f"{', '.join(unheard)}, in whose place another library has put its own"] = None
-            for owner, name, hear in before:
-                stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first=True)))
-            for owner, name, hear in around:
-                stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear)))
+            for calls, is_first in ((before, True), (around, False)):
+                for owner, name, hear in calls:
+                    stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first)))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self.ledger.disarm)
@@ -397,7 +394,7 @@ def print_of(target: Any) -> Tensor | None:
     return (ramp * numbers).sum()
 
 
-def _heard(original: Any, hear: Callable[..., Any], is_first: bool = False) -> Any:
+def _heard(original: Any, hear: Callable[..., Any], is_first: bool) -> Any:
     """Wraps a function: calls `hear` in its place, with it and its arguments, or before it, with the arguments."""
     first = quietly(hear) if is_first else None
 
