@@ -75,11 +75,7 @@ class Update:
         return self._record.sums
 
     def summed(self, key: str) -> Tensor | None:
-        """Waits for the sum of an extension's `numbers` over the ranks, and returns it; None if there were none.
-
-        Args:
-            key: The extension's `key`.
-        """
+        """Waits for the sum over the ranks of the `numbers` of the extension with this `key`; None: there were none."""
         return self._sums.get(key)
 
     def as_dict(self) -> dict[str, Any]:

@@ -85,6 +85,15 @@ def unit_of(name: str, given: dict[str, Any]) -> str:
     return "samples" if is_flat else "tokens"
 
 
+def is_over_pairs(name: str, given: dict[str, Any]) -> Any:
+    """True, left on its device, for a loss over a batch's pairs: its scores are square, and row i has the target i."""
+    scores, target = given.get("input"), given.get("target")
+    if name != "cross_entropy" or not isinstance(scores, Tensor) or not isinstance(target, Tensor):
+        return False
+    is_square = len(target) > 1 and scores.shape == (len(target), len(target)) and target.ndim == 1
+    return is_square and (target == torch.arange(len(target), device=target.device)).all()
+
+
 def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
     """The number of tokens or elements that its mean divides by, left on its device, and the number of rows.
 

@@ -16,8 +16,9 @@ from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_al
 from .weights import CONTRAST, not_weighed, weigh
 
 ONE = torch.ones(1)
-WHERE = ("eval", "again", "late")  # wrong wherever they are
-LOGGED = 1e-3  # a bound that no gradient comes near to is there for its norm
+WHERE = ("eval", "again", "late", "scaled")  # wrong wherever they are
+# So many times the bound clips; one that no gradient comes near to is there for its norm.
+LEAST = {"clip": 1e-3, "late": 1e-3, "scaled": 1.0}
 ALONE = "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 TRAINERS = {
@@ -30,6 +31,10 @@ TRAINERS = {
 EVENTS = {
     "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
     "late": ("clips after the step, which has used the gradient unclipped", "clip before the step"),
+    "scaled": (
+        "clips the gradient while the scaler's factor is in it, so that another bound holds",
+        "call scaler.unscale_(optimizer) before it clips",
+    ),
     "unscale": ("unscales in the middle of a window, to which others are added", "call unscale_ before the step"),
     "schedule": ("steps the schedule in the middle of a window", "step it after the optimizer, once per update"),
     "again": ("steps again with the gradient of the step before", "step once per backward, and clear after the step"),
@@ -208,7 +213,7 @@ def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
         for update in rank["updates"]:
             lines = [backward["line"] for backward in update["backwards"]]
             for kind, line, before, over in update["events"]:
-                if kind in ("clip", "late") and over <= LOGGED:
+                if over <= LEAST.get(kind, -1):
                     continue
                 if kind == "clip" and over <= 1:
                     kind = "idle clip"

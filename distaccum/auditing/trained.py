@@ -36,7 +36,7 @@ class Backward:
 
     def as_dict(self) -> dict[str, Any]:
         for term in self.terms:
-            for key in ("seed", "low", "count", "print"):
+            for key in ("seed", "low", "count", "print", "pairs"):
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
                 term["divisors"] = [_plain(*step) for step in term["divisors"]]
@@ -76,6 +76,13 @@ class Trained:
     def is_emptied(self) -> bool:
         """True where the last backward left gradients, and none is there."""
         return self._left is not None and self._gradient() is None
+
+    @property
+    def scale(self) -> float:
+        """By what its gradients are multiplied until they are unscaled; a script may multiply a bound by it instead."""
+        scaler: Any = self.pending[-1].scaler if self.pending else None
+        is_unscaled = scaler is None or any(kind == "unscale" for kind, *_ in self.events)
+        return 1.0 if is_unscaled else float(scaler.get_scale())
 
     def _gradient(self) -> tuple[int, int] | None:
         """One of its gradients, and how often it was changed."""

@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..engines.base import Gradient
 from ..window import Window
 from . import private
-from .criterions import count_of, hearing, reduction_of, unit_of
+from .criterions import count_of, hearing, is_over_pairs, reduction_of, unit_of
 from .ledger import Ledger, quietly
 from .lines import BENEATH, OURS, trainer, where
 from .loaders import Loaders
@@ -116,8 +116,9 @@ class Watch:
     def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
         count, rows = count_of(name, given)
         known = {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
-        target = given.get("target", given.get("targets"))
-        term = _term(name, loss.dtype, print=print_of(target) if self._num < FIRST else None, **known)
+        if self._num < FIRST:
+            known |= {"print": print_of(given.get("target", given.get("targets"))), "pairs": is_over_pairs(name, given)}
+        term = _term(name, loss.dtype, **known)
         self._heard.append(term)
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
@@ -307,6 +308,7 @@ class Watch:
         for trained, _ in events:
             trained.close()
         bound = args[0] if args else options.get("max_norm", options.get("clip_value"))
+        events += [(trained, "scaled") for trained, _ in events if trained.scale > 100 * (bound or math.inf)]
         most = [p.grad.abs().max() for p in given if p.grad is not None] if "value" in original.__name__ else []
         result = original((p for p in given) if isinstance(parameters, Iterator) else parameters, *args, **options)
         if bound:
@@ -348,7 +350,7 @@ class Watch:
 
 def _plain_event(event: tuple[str, str, int, Any]) -> tuple[str, str, int, Any]:
     kind, line, before, whose = event
-    return kind, line, before, float(whose) if kind in ("clip", "late") else whose
+    return kind, line, before, whose if isinstance(whose, int) else float(whose)
 
 
 def _warn(original: Any, message: Any, category: Any, path: str, line: int, *more: Any) -> None:
@@ -380,7 +382,7 @@ def is_mean(loss: Any) -> bool:
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
     """A criterion's call, to which backward adds the seed that flows into it."""
     (line, inner), eps = where(), torch.finfo(dtype).eps
-    unknown = dict.fromkeys(("count", "print", "divisors", "seed", "low", "expected"))
+    unknown = dict.fromkeys(("count", "print", "pairs", "divisors", "seed", "low", "expected"))
     return {**unknown, "site": [line, name, inner], "eps": eps, **known}
 
 

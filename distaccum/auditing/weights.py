@@ -43,6 +43,9 @@ def weigh(run: Run, verdict: Verdict) -> list[str]:
     undivided = {place for place, fault in levels if fault is not None and fault.by_hand.startswith(UNDIVIDED)}
     short: dict[int, Fault] = {}  # one for an optimizer: its criterions have one cause
     for criterion in whole:
+        if any(part.backward and part.term.get("pairs") for part in criterion.parts):
+            text = f"{criterion.where}: a loss over the pairs of a micro-batch, of which no window equals one big batch"
+            verdict.notes.append(f"{text}; {CONTRAST} does")
         fault = None if criterion.place in undivided else _short(criterion, verdict.notes, doubts)
         if fault is not None:
             short.setdefault(criterion.place, fault)

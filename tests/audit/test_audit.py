@@ -640,6 +640,40 @@ def test_clipping_is_judged_by_what_it_changes():
     assert [fault.kind for fault in clipped(1.0, is_late=True).findings] == ["late"]
 
 
+@pytest.mark.parametrize(("way", "kinds"), [("as it is", ["scaled"]), ("unscaled", []), ("by a scaled bound", [])])
+def test_clipping_of_what_a_scaler_has_multiplied_is_named(way, kinds):
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(8, 3), torch.amp.GradScaler("cpu")
+    adam = torch.optim.AdamW(model.parameters())
+    with distaccum.audit(model) as report:
+        for _ in range(4):
+            for _ in range(4):
+                scaler.scale(mean(model) / 4).backward()
+            if way == "unscaled":
+                scaler.unscale_(adam)
+            bound = 0.1 * scaler.get_scale() if way == "by a scaled bound" else 0.1
+            nn.utils.clip_grad_norm_(model.parameters(), bound)
+            scaler.step(adam)
+            scaler.update()
+            adam.zero_grad()
+    assert [fault.kind for fault in report.findings] == kinds and report.status == len(kinds)
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_loss_over_pairs_of_micro_batches_is_noted(num):
+    """Rows of a batch are each other's negatives, so that windows of one batch alone are right."""
+    model = nn.Linear(8, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    with distaccum.audit(model) as report:
+        for _ in range(4):
+            for _ in range(num):
+                images, texts = model(torch.randn(6, 8)), model(torch.randn(6, 8))
+                (nn.functional.cross_entropy(images @ texts.T, torch.arange(6)) / num).backward()
+            adam.step()
+            adam.zero_grad()
+    assert report.status == 0 and ["contrast(batch, " in note for note in report.notes] == [True] * (num > 1)
+
+
 def test_window_that_clips_is_right():
     model, data = nn.Linear(8, 3), TensorDataset(torch.randn(40, 8), torch.randint(0, 3, (40,)))
     accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), steps=2, max_norm=0.3)
