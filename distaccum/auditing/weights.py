@@ -279,9 +279,9 @@ def _own_level(criterion: Criterion, doubts: list[str]) -> Fault | None:
     steps, run, place = criterion.common, criterion.run, criterion.place
     usual = [part for index in criterion.usual for part in criterion.updates[index]]
     is_only = len(usual) == sum(part.index in criterion.usual for part in run.parts[place])
-    loaders, batches = {part.batch[0] for part in usual}, {(part.rank, part.batch) for part in usual}
-    are_drawn = loaders != {0}
-    if not is_only or (are_drawn and (len(loaders) > 1 or len(batches) < len(usual))):
+    loaders = [{part.batch[0] for part in criterion.updates[index]} for index in criterion.usual]
+    are_drawn, batches = any(drawn != {0} for drawn in loaders), {(part.rank, part.batch) for part in usual}
+    if not is_only or (are_drawn and (max(map(len, loaders)) > 1 or len(batches) < len(usual))):
         return None  # losses that an update adds up, as of tasks, or of views of a batch
     path = [step[:2] for step in usual[0].path or ()]
     recurs = any(run.updates[place, index][0]["recurs"] for index in criterion.usual)

@@ -7,6 +7,7 @@ pytorch-lightning#19987, tt-metal#17568, h2o-llmstudio#663, LoongForge#163, nano
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import shutil
 import sys
@@ -472,8 +473,8 @@ def fit_own(losses, steps, *, drawn=True, views=1, optimizer=torch.optim.AdamW):
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
     adam = optimizer(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4)
-    batches = loader if drawn else [*loader]
+    epochs = [DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4) for _ in range(2)]
+    batches = itertools.chain(*epochs) if drawn else [batch for epoch in epochs for batch in epoch]
     with distaccum.audit(model) as report:
         for i, (x,) in enumerate(batches):
             for _ in range(views):
