@@ -245,7 +245,8 @@ class Window(Generic[Batch]):
             guard.judge(self, engine, "gradient", "raise")
         for give in self._hooks["numbers"]:
             if (numbers := give(self)) is not None:
-                self.numbers[give.__self__.key] = torch.as_tensor(numbers).reshape(-1)  # type: ignore[attr-defined]  # it is a bound method
+                key = give.__self__.key  # type: ignore[attr-defined]  # it is a bound method
+                self.numbers[key] = torch.as_tensor(numbers).reshape(-1)
 
     # Several backwards in one micro-batch
 
