@@ -55,8 +55,8 @@ class RunMode:
     hooks: Hooks | None = None  # None: those of the accumulator's extensions
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
     agrees: bool = False  # ranks agree before they reduce
-    # For the plan: whether no backward may reduce, the most samples in a batch, and the most numbers in a sample.
-    measure: Callable[[Any], tuple[bool, int, int]] | None = None
+    # For the plan: whether no backward may reduce, and two numbers, of which the room that asks reads the largest.
+    measure: Callable[[Any], tuple[bool, tuple[int, int]]] | None = None
 
 
 LOOP = RunMode()

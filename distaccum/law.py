@@ -119,7 +119,7 @@ class Reports(NamedTuple):
         reduce_afterwards (bool): No backward may reduce: it is not known yet whether all ranks succeed.
         changed (bool): Parameters are others than those that ranks compared.
         num_drawn (int): The most micro-batches that a rank drew or cut.
-        largest, largest_sample (int): Samples in a micro-batch, if a batch was cut, and numbers in a sample, at most.
+        measured (tuple): Two numbers that mean something to the room that runs the window: the largest of any rank.
         num_micro_batches (int): Micro-batches that count, of all ranks.
         apart (int): 0 if ranks with the same samples report the same (`meshes/ranks.py`).
         unlike (int): 0 if ranks with parts of the same samples count the same; of one rank alone, the fingerprint of
@@ -139,8 +139,7 @@ class Reports(NamedTuple):
     reduce_afterwards: bool
     changed: bool
     num_drawn: int
-    largest: int
-    largest_sample: int
+    measured: tuple[int, int]
     num_micro_batches: int
     apart: int = 0
     unlike: int = 0
@@ -149,28 +148,28 @@ class Reports(NamedTuple):
     def to_row(self) -> list[float]:
         spans: Any = self[:NUM_SPANS]
         edges = [edge for least, most in spans for edge in (-least, most)]
-        return [*edges, *self[NUM_SPANS:-1], *self.totals]
+        place = MEASURED - NUM_SPANS
+        return [*edges, *self[NUM_SPANS:place], *self.measured, *self[place + 1 : -1], *self.totals]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Reports:
         numbers: list[Any] = list(map(int, row[:NUM_COLUMNS]))
         spans = [Span(-numbers[i], numbers[i + 1]) for i in range(0, 2 * NUM_SPANS, 2)]
+        numbers[MEASURED:NUM_LARGEST] = [tuple(numbers[MEASURED:NUM_LARGEST])]
         return cls._make([*spans, *numbers[2 * NUM_SPANS :], tuple(row[NUM_COLUMNS:])])
 
 
 # In place of the first and the last rank where there is none.
 NOBODY = Span(2**31, -1)
 NUM_SPANS = Reports._fields.index("has_more")
-NUM_LARGEST = Reports._fields.index("num_micro_batches") + NUM_SPANS
-NUM_COLUMNS = Reports._fields.index("totals") + NUM_SPANS
+# Columns of a row: the first of the two of `measured`, which are the last of those that merge to their largest.
+MEASURED = Reports._fields.index("measured") + NUM_SPANS
+NUM_LARGEST = MEASURED + 2
+NUM_COLUMNS = Reports._fields.index("totals") + 1 + NUM_SPANS
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
-    "agrees": (
-        "who runs the window",
-        lambda runs: "update()" if runs else "a loop",
-        "call update(), or make a loop,",
-    ),
+    "agrees": ("who runs the window", lambda runs: "update()" if runs else "a loop", "call update(), or make a loop,"),
     "steps": ("steps", lambda steps: steps or "any", "give the same steps, batch_size and kind of window"),
 }
 
@@ -206,5 +205,4 @@ class Plan:
         self.epoch_over, self.no_more_after = not reports.num_drawn, not reports.has_more
         self.agrees = bool(reports.agrees.most)  # ranks agree before they reduce
         self.reduce_afterwards = bool(reports.reduce_afterwards)  # after the last backward, when all have succeeded
-        self.largest = reports.largest  # samples in a micro-batch of any rank, if batches were cut
-        self.largest_sample = reports.largest_sample  # numbers in a sample of any rank
+        self.measured = reports.measured  # by the room that runs the window, the largest of any rank

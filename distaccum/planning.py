@@ -202,7 +202,7 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
         if peers.has_parts or any(own)
     ]
     full = micros if peers.has_parts or len(counts_of) == 1 else [micro for micro in micros if all(micro.counts)]
-    by_hand, largest, width = (False, 0, 0) if mode.measure is None else mode.measure(batches)
+    by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
     # With `ahead`, the window at work will leave one.
     has_stand_in = job.substitute is not None or (ahead and engine.lockstep)
     report = Reports(
@@ -218,8 +218,7 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
         reduce_afterwards=by_hand or engine.pipeline is not None,
         changed=not peers.is_alone and job.compared != job.trainable(),
         num_drawn=len(batches.micro_batches),
-        largest=largest,
-        largest_sample=width,
+        measured=measured,
         num_micro_batches=len(micros),
         unlike=fingerprint,
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * len(counts_of),

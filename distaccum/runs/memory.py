@@ -63,7 +63,7 @@ class MicroBatchSize:
     >>> known.ran_out(64), known.size
     (True, 32)
     >>> for _ in range(FIRST_WAIT):
-    ...     known.succeeded(32, parts=4)
+    ...     known.succeeded(32, 0, parts=4)
     >>> known.size, known.ran_out(48), known.size  # a size in between is tried now and then, and given up again
     (48, True, 32)
 
@@ -100,7 +100,7 @@ class MicroBatchSize:
     def is_proven(self, largest: int, width: int) -> bool:
         return sum(largest <= samples and width <= numbers for samples, numbers in self.proofs) >= PROOFS
 
-    def succeeded(self, largest: int, parts: int, width: int = 0) -> None:
+    def succeeded(self, largest: int, width: int, *, parts: int) -> None:
         """Learns that a window fitted, cut into `parts` of at most `largest` samples with at most `width` numbers."""
         if parts == 0:
             return
@@ -143,8 +143,8 @@ def fit_of(job: Job) -> MicroBatchSize:
     return known
 
 
-def measure(job: Job, batches: Batches) -> tuple[bool, int, int]:
-    """Returns `RunMode.measure`'s values: no backward may reduce until micro-batches like these are known to fit.
+def measure(job: Job, batches: Batches) -> tuple[bool, tuple[int, int]]:
+    """Measures the most samples in a micro-batch, and numbers in a sample; no backward reduces until such are proven.
 
     If ranks run in lockstep, a failure on one cannot be undone either way, so a requested size is trusted.
     """
@@ -156,7 +156,7 @@ def measure(job: Job, batches: Batches) -> tuple[bool, int, int]:
     # Each forward or backward waits for all ranks.
     in_step = engine.lockstep and engine.sync != "gathered"
     is_believed = in_step and not (job.config.most == "auto" and "gathered" in engine.policies)
-    return not is_believed and not fit_of(job).is_proven(largest, width), largest, width
+    return not is_believed and not fit_of(job).is_proven(largest, width), (largest, width)
 
 
 def largest_sample(micro_batches: Iterable[Any]) -> int:

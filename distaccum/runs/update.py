@@ -148,14 +148,14 @@ def retry(
                 raise
             _settle(planner, window, agreement, error)
         else:
-            fit_of(job).succeeded(window.plan.largest, window.plan.most, window.plan.largest_sample)
+            fit_of(job).succeeded(*window.plan.measured, parts=window.plan.most)
             return update
         free()
 
 
 def _settle(planner: Planner, window: Window, agreement: Agreement, error: Exception) -> None:
     """Exchanges failures between the ranks; returns if a smaller micro-batch may fit, and raises otherwise."""
-    peers, largest = planner.job.engine.peers, window.plan.largest
+    peers, (largest, _) = planner.job.engine.peers, window.plan.measured
     is_own, is_short = not isinstance(error, FailedElsewhere), is_out_of_memory(error)
     is_fault, told = is_own and not is_short, in_short(error) if is_own else ""
     try:

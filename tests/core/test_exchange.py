@@ -25,9 +25,8 @@ from tests.support.windows import accumulating
 flags, numbers = st.booleans(), st.integers(0, 2**31)
 spans = numbers.map(lambda number: Span(number, number))
 totals = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
-reports = st.builds(
-    Reports, *[spans] * 4, st.just(NOBODY), *[flags] * 6, *[numbers] * 4, st.just(0), st.just(0), totals=totals
-)
+fields = [*[spans] * 4, st.just(NOBODY), *[flags] * 6, numbers, st.tuples(numbers, numbers), numbers]
+reports = st.builds(Reports, *fields, st.just(0), st.just(0), totals=totals)
 
 
 def merged(rows: list[list[float]]) -> list[float]:
@@ -58,7 +57,7 @@ def test_merged_reports_are_a_report_however_they_are_grouped(drawn, size):
 
 
 def test_plan_of_thousands_of_reports_costs_as_much_as_of_one():
-    report = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
+    report = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, (0, 0), 2, totals=(4.0,))
     rows = torch.tensor([report.to_row()] * 4096, dtype=torch.float64)
     row = [*rows[:, :NUM_LARGEST].amax(0).tolist(), *rows[:, NUM_LARGEST:].sum(0).tolist()]
     times = []
@@ -140,7 +139,7 @@ from distaccum.law import NOBODY, Reports, Span
 from distaccum.ranks import Peers
 
 SECONDS = 6
-REPORT = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, 0, 0, 2, totals=(4.0,))
+REPORT = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, (0, 0), 2, totals=(4.0,))
 
 
 def train(rank, num, lost, folder):

@@ -173,14 +173,14 @@ def test_size_recovers_up_to_the_given_number():
     seen = set()
     for _ in range(20 * FIRST_WAIT):
         seen.add(fit.size)
-        fit.succeeded(fit.size, 4)
+        fit.succeeded(fit.size, 0, parts=4)
     assert sorted(seen)[:2] == [5, 7] and max(seen) == 10
 
 
 def test_longer_samples_are_not_proven_by_shorter_ones():
     fit = MicroBatchSize(most=4)
     for _ in range(2):
-        fit.succeeded(4, 2, width=100)
+        fit.succeeded(4, 100, parts=2)
     assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
     assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
 

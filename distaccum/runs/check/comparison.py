@@ -165,7 +165,7 @@ class Comparison:
         if restore:
             self.before.restore()
         trial, engine, scaler, is_bare = self._trial, self.engine, self._trial.job.scaler, name is not None
-        window = trial.plan(draw, RunMode(is_sum=is_bare, measure=lambda _: (is_bare, 0, 0)))
+        window = trial.plan(draw, RunMode(is_sum=is_bare, measure=lambda _: (is_bare, (0, 0))))
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()
