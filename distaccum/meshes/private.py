@@ -27,7 +27,7 @@ NAMES = (
     (f"{SCHEDULES}._PipelineSchedule._maybe_compute_loss", "weighs each chunk's loss", "2.9", "refused"),
     (f"{SINGLE}._stage_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
     (f"{MULTI}._stages_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
-    ("torch.distributed.DeviceMesh._get_root_mesh", "finds dimensions that nobody claims", "2.9", "they go unseen"),
+    ("torch.distributed.DeviceMesh._get_root_mesh", "finds dimensions that nobody claims", "2.10", "they go unseen"),
 )
 # From a chunk's number, and a function that computes its loss, to the weighted loss; None if nothing in it counts.
 WeighChunk = Callable[[int, Callable[[], Any]], Tensor | None]

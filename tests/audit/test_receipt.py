@@ -115,6 +115,8 @@ HIDDEN = {
     "zero bubble": ".* whose schedule runs backward for weights apart",
     "zero": "DeepSpeed",
 }
+if TORCH < (2, 13):
+    del HIDDEN["zero bubble"]  # stages of torch 2.9 greet in another dtype: gloo aborts
 
 
 def hidden(kind):
@@ -230,6 +232,8 @@ PLANTS = {
 WORLDS = {"ddp": 2, "fsdp2": 2, "columns": 2, "context": 2, "hybrid": 4, "pipeline": 4, "sharded pipeline": 4}
 if TORCH < (2, 15):
     del WORLDS["sharded pipeline"]  # is refused
+if TORCH < (2, 13):
+    del WORLDS["pipeline"]
 
 
 @pytest.mark.parametrize("name", PLANTS)

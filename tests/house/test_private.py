@@ -16,7 +16,7 @@ import pytest
 
 from distaccum import private
 from tests.house.test_architecture import PUBLIC, ROOT, private_definitions
-from tests.support.engines import LAYOUTS, Run
+from tests.support.engines import LAYOUTS, TORCH, Run
 from tests.support.ranks import on_ranks
 from tests.support.windows import refused
 
@@ -165,7 +165,7 @@ def test_engine_without_a_name_answers_as_its_table_promises(room, kind):
             if answer == "refused":
                 said = refused(make)
                 assert said.startswith("DistaccumError: ") and f"has no {name}, " in said, (name, said)
-            else:
+            elif TORCH >= (2, 13) or not answer.endswith("refused"):  # an older torch has no other name to read
                 run = Run(kind)
                 assert max(max(run.window(layout, i)) for i, layout in enumerate(LAYOUTS)) <= run.kind.bound, name
 
