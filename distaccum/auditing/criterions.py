@@ -90,7 +90,7 @@ def is_over_pairs(name: str, given: dict[str, Any]) -> Any:
     scores, target = given.get("input"), given.get("target")
     if name != "cross_entropy" or not isinstance(scores, Tensor) or not isinstance(target, Tensor):
         return False
-    is_square = len(target) > 1 and scores.shape == (len(target), len(target)) and target.ndim == 1
+    is_square = target.ndim == 1 and len(target) > 1 and scores.shape == (len(target), len(target))
     return is_square and (target == torch.arange(len(target), device=target.device)).all()
 
 

@@ -675,6 +675,18 @@ def test_loss_over_pairs_of_micro_batches_is_noted(num):
     assert report.status == 0 and ["contrast(batch, " in note for note in report.notes] == [True] * (num > 1)
 
 
+def test_target_without_a_batch_is_heard():
+    model = nn.Linear(8, 3)
+    with distaccum.audit(model) as report:
+        adam = torch.optim.AdamW(model.parameters())
+        for step in range(8):
+            (nn.functional.cross_entropy(model(torch.randn(8)), torch.tensor(1)) / 2).backward()
+            if step % 2:
+                adam.step()
+                adam.zero_grad()
+    assert report.status == 0, str(report)
+
+
 def test_window_that_clips_is_right():
     model, data = nn.Linear(8, 3), TensorDataset(torch.randn(40, 8), torch.randint(0, 3, (40,)))
     accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), steps=2, max_norm=0.3)
