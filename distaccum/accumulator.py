@@ -23,7 +23,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .agreement import heard_by_all
 from .batch import Batch, Count, Names, count_samples
 from .batches import Batches, cut_up
 from .doors import opened
@@ -114,12 +113,11 @@ class Accumulator:
         extensions: Sequence[Extension] = (),
     ) -> None:
         sizes = steps, batch_size, micro_batch_size
-        with heard_by_all():
-            config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
-            self._config = config
-            job = Job(config, model, optimizer, scheduler, scaler, accelerator)
-            join_all(extensions, job)
-            self._planner = Planner(job)
+        config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
+        self._config = config
+        job = Job(config, model, optimizer, scheduler, scaler, accelerator)
+        join_all(extensions, job)
+        self._planner = Planner(job)
 
     def __getstate__(self) -> dict[str, Any]:
         # A shallow copy would not call it.

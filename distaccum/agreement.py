@@ -5,8 +5,7 @@ Ranks exchange one row of checksums, once. Only if these differ do they exchange
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -14,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import private
 from .job import Job
 from .law import DistaccumError
 from .norms import local, names_of
-from .text import in_short, shorten
+from .text import shorten
 
 # Of a norm: copies may be off by the order in which ranks added sparse rows.
 ROUNDING = 1e-3
@@ -43,16 +41,13 @@ class Numbers(NamedTuple):
 def compare(job: Job) -> None:
     """Raises on all ranks if options, parameters or copies of weights differ between them; call it on all ranks.
 
-    Costs one small collective on the host, and one read of the device.
+    Costs one small collective, and one read of the device.
     """
     peers = job.engine.peers
     if not peers.is_alone:
         subjects = _subjects(job)
         checksums = [float(crc32(repr(part).encode())) for subject in subjects for part in subject]
-        cure = ", which did not come to it; make the Accumulator and its windows on all ranks"
-        together = private.coming_together("first window", peers.ranks, "in its first window", cure)
-        with together if job.compared is None else nullcontext():
-            rows = peers.gather(checksums, everyone=True)
+        rows = peers.gather(checksums, everyone=True)
         for i in range(0, len(checksums), 2):
             pairs = {(row[i], row[i + 1]) for row in rows}
             # Several values of one key.
@@ -61,19 +56,6 @@ def compare(job: Job) -> None:
                 for own in dict.fromkeys(repr(key) for _, key, _ in gathered):
                     _refuse_differences({rank: values for rank, key, values in gathered if repr(key) == own})
     job.compared = job.trainable()
-
-
-@contextmanager
-def heard_by_all() -> Iterator[None]:
-    """Leaves a note if the block, which makes an Accumulator, fails: ranks that wait for this one can tell why."""
-    why = ""
-    try:
-        yield
-    except Exception as error:
-        why = in_short(error)
-        raise
-    finally:
-        private.leave_note(private.FAILED, why)
 
 
 def _subjects(job: Job) -> Subjects:
@@ -111,8 +93,7 @@ def _subjects(job: Job) -> Subjects:
         frozen = ", frozen" if name is not None and not parameter.requires_grad else ""
         shared[f"parameter {i}"] = f"{name or ''}{shape} in {parameter.dtype}{frozen}"
         (parts if groups else whole)[f"parameter {i}" if name is None else name] = pair
-    group = engine.peers.group
-    ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+    ranks = tuple(engine.peers.here)
     places = list(dict.fromkeys(tuple(map(dist.get_rank, groups)) for groups in cuts))
     return [((), options), (ranks, shared), (ranks, whole), ((ranks, places), parts)]
 

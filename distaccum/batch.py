@@ -110,16 +110,6 @@ def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
     return [named for key, child in entries_of(item).items() for named in tensors_in(child, repr(key))]
 
 
-class WouldWait(Exception):  # noqa: N818  # it never leaves this library
-    """Numbers are on a device, and this is no time to wait for it."""
-
-
-def refuse_to_wait(values: Any) -> None:
-    """Raises WouldWait if a tensor is not on the host."""
-    if any(not tensor.is_cpu for _, tensor in tensors_in(values)):
-        raise WouldWait
-
-
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
     """Returns the same nesting with each tensor changed."""
     return change(item) if isinstance(item, Tensor) else rebuilt(item, lambda child, _: map_tensors(child, change))

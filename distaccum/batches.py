@@ -42,8 +42,6 @@ class LocalPart:
     substitute: Micro | None
     # An error of drawing or counting, kept until the other ranks have the report.
     error: Exception | None
-    # A micro-batch to stand in with was there, or was expected from the window at work.
-    expects_stand_in: bool
 
     def take_error(self) -> Exception | None:
         """Returns the error, and drops it together with the micro-batches, which its traceback would keep alive."""

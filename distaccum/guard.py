@@ -132,7 +132,7 @@ def refuse_copy(window: AnyWindow) -> None:
 
 def refuse_copy_of_ranks(engine: Engine) -> None:
     """Raises if the Accumulator has a process group, which torch cannot copy."""
-    if engine.peers.group is not None:
+    if engine.peers.groups or engine.peers.beside:
         raise DistaccumError(
             f"copying or pickling an Accumulator of {engine.name}, whose process group cannot be copied; copy model "
             "and optimizer, make an Accumulator of them, and give it load_state_dict(accumulator.state_dict())"
@@ -169,7 +169,7 @@ def refuse_untrained(window: AnyWindow, job: Job) -> None:
     engine = job.engine
     if "step" in engine.owns or engine.pipeline is not None:
         return
-    known = window.parameters if job.optimizers or engine.peers.group is None else job.groups[0]
+    known = window.parameters if job.optimizers or not (engine.peers.groups or engine.peers.beside) else job.groups[0]
     groups = job.groups if job.optimizers else [known]
     # Where a parameter is cut, this rank's part may be empty, and has no gradient.
     idle = [all(p.grad is None and p.numel() for p in group) for group in groups]

@@ -1,4 +1,4 @@
-"""Loader: the windows of a loader. It owns the next one, draws it while one runs, and settles what ranks reported."""
+"""Loader: the windows of a loader, each of which is drawn while the one before it runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Generic, final
 
 import torch
 from torch import Tensor
 
-from .batch import Batch, Columns, WouldWait, refuse_to_wait, tensors_in
-from .batches import Batches, LocalPart, cut_up
+from .batch import Batch, Columns, tensors_in
+from .batches import Batches, cut_up
 from .job import Job
-from .law import DistaccumError, Reports, all_or_none, steps_for, whole_number
+from .law import DistaccumError, all_or_none, steps_for, whole_number
 from .planning import Planner, local_part
 from .private import own_version_of
-from .ranks import Promise
 from .window import Window
 
 # So many elements are compared in each tensor of a loop's first item.
@@ -77,21 +75,17 @@ def _windows(planner: Planner, loader: Any, ahead: bool) -> Generator[Window]:
 class Loader:
     """Reads a loader at an even pace: each micro-step of a window draws part of the next one.
 
-    So a DataLoader's workers never idle, and no window begins by waiting for all of its data. The next window is
-    reported as soon as it is drawn; `Peers.promise` says what happens to the report if ranks leave at different places.
+    So a DataLoader's workers never idle, and no window begins by waiting for all of its data.
     """
 
     def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
         job = planner.job
-        self._planner, self._job, self._peers = planner, job, job.engine.peers
+        self._planner, self._job = planner, job
         # Ranks wait for each other inside the loader.
         self._communicates = any(adapter.communicates(loader) for adapter in job.adapters)
         self._reads_ahead = ahead and not self._communicates
-        # The number of loader items in the next window, and whether it is still to be drawn, and not given up.
-        self._num, self._is_due = 0, False
-        # The next window's report, and what was reported.
-        self._promise: Promise | None = None
-        self._next: LocalPart | None = None
+        # The number of loader items in the window that is planned, and in the one after it.
+        self._num = self._num_ahead = 0
         # An iterator whose loop was left goes on with what was drawn of it.
         kept = next((reader for reader in planner.left if reader.of() is loader), None)
         planner.left = [reader for reader in planner.left if reader is not kept and reader.of() is not None]
@@ -112,17 +106,21 @@ class Loader:
         if self._pass is not None:
             self._pass.join()
         planner.begin()
-        part, reports = self._draw(job.index)
-        window = planner.window_of(part, reports, pace=self.pace)
+        part = local_part(job, self._batches)
+        if self._pass is not None:
+            self._pass.start()
+        if part.error is not None:
+            self._use(0 if self._reader.drop_error(self._num) else self._num)
+            if self._communicates and not part.report.num_drawn:
+                # The others wait for this rank inside the loader, where no report of an error reaches them.
+                all_or_none((), part.take_error(), "")
+        window = planner.window_of(part, job.engine.peers.plan(part.report), pace=self.pace)
         is_last = window.plan.no_more_after or window.plan.epoch_over
         if planner.places is not None:
             planner.places.are_read = is_last
         self._use(self._num)
-        if self._reads_ahead and not is_last:
-            self._promise = self._peers.promise(part.report)
-            self._num = self._expected(self._promise.update)
-            self._is_due = self._num > 0
-        else:
+        self._num_ahead = self._expected(job.index + 1) if self._reads_ahead and not is_last else 0
+        if not self._num_ahead:
             # From here on the loop may write to the items.
             self._reader.settle_reuse()
         if window.plan.epoch_over:
@@ -131,46 +129,10 @@ class Loader:
             self._may_be_empty = True
         return window
 
-    def _draw(self, index: int) -> tuple[LocalPart, Reports]:
-        """This rank's part of update `index`, and the merged reports of all ranks."""
-        # Either the report was posted ahead and still fits, or it is posted now, or all ranks plan anew: a rank did not
-        # post its own, the steps have changed, or the last window was left or skipped and so lacks the expected
-        # stand-in.
-        job, peers = self._job, self._peers
-        promise, self._promise, self._is_due = self._promise, None, False
-        if promise is not None and promise.update == index and promise.wait is None:
-            self._next = local_part(job, self._batches, index)
-            peers.post(promise, self._next.report)
-        elif promise is not None and promise.update == index:
-            drawn_for, self._num = self._num, self._expected(index)
-            self._next = self._next if self._num == drawn_for else None
-        part, self._next = self._next, None
-        reports = None if promise is None else peers.collect(promise)
-        lacks = job.substitute is None and part is not None and part.expects_stand_in
-        if part is None or reports is None or part.report.update.least != index or lacks:
-            part, reports = local_part(job, self._batches, index), None
-        if self._pass is not None:
-            self._pass.start()
-        if part.error is not None:
-            self._use(0 if self._reader.drop_error(self._num) else self._num)
-            if self._communicates and not part.report.num_drawn:
-                # The others wait for this rank inside the loader, where no report of an error reaches them.
-                all_or_none((), part.take_error(), "")
-        return part, peers.plan(part.report) if reports is None else reports
-
     def pace(self, micro_step: int, num_micro_steps: int) -> None:
         """Draws part of the next window, as `micro_step` of the current one begins."""
-        if not self._is_due:
-            return
-        num = -(-self._num * (micro_step + 1) // num_micro_steps)
-        self._is_due = self._reader.fill(num, is_first_used=True) and num < self._num
-        promise = self._promise
-        if not self._is_due and promise is not None and promise.wait is None:
-            try:
-                self._next = local_part(self._job, partial(self._batches, ahead=True), promise.update, ahead=True)
-            except WouldWait:
-                return
-            self._peers.post(promise, self._next.report)
+        if self._num_ahead:
+            self._reader.fill(-(-self._num_ahead * (micro_step + 1) // num_micro_steps), is_first_used=True)
 
     def is_in_last(self) -> bool:
         """True if the micro-batch at work is the last that was drawn."""
@@ -190,7 +152,7 @@ class Loader:
 
     def leave(self, loader: Any) -> None:
         """Stops drawing, because the loop over windows() is over; keeps what was drawn of an iterator."""
-        self._is_due = False
+        self._num_ahead = 0
         if self._pass is not None:
             self._pass.leave()
         if self._reader.leave(loader):
@@ -206,16 +168,13 @@ class Loader:
         except Exception:
             return 0
 
-    def _batches(self, index: int, *, ahead: bool = False) -> Batches:
+    def _batches(self, index: int) -> Batches:
         # In case the next line raises.
         self._num = 0
         self._num = num_items(self._job, index)
         items, is_last = self._reader.peek(self._num)
         if self._job.config.by_cost is None:
             return Batches(items, steps=self._num, no_more_after=is_last)
-        # Cutting reads the costs.
-        if ahead:
-            refuse_to_wait(items)
         batches = cut_up(items[0], self._job, Columns())(index) if items else Batches([])
         batches.no_more_after = is_last
         return batches

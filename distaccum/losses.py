@@ -108,7 +108,7 @@ class Losses:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
-            loss = opened("whole_loss")(loss, self._engine.peers.group)
+            loss = opened("whole_loss")(loss, self._engine.peers.here if self._engine.peers.groups else ())
         scaler = self._scaler
         if scaler is not None and is_scaled_by(scaler, loss):
             raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .agreement import compare
-from .batch import Count, WouldWait, count_samples, fresh, refuse_to_wait
+from .batch import Count, count_samples, fresh
 from .batches import Batches, DrawFn, LocalPart, Pace
 from .batchnorm import warn_of_batchnorm
 from .doors import is_there, opened
@@ -63,7 +63,7 @@ class Planner:
     def plan(self, draw: DrawFn, mode: RunMode = LOOP) -> Window:
         """Plans the window of the micro-batches that `draw` returns for the next update."""
         self.begin()
-        part = local_part(self.job, draw, self.job.index, mode)
+        part = local_part(self.job, draw, mode)
         return self.window_of(part, self.job.engine.peers.plan(part.report), mode)
 
     def begin(self) -> None:
@@ -172,27 +172,26 @@ def _guard_steps(planner: Planner) -> None:
         weakref.finalize(planner, hook.remove)
 
 
-def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahead: bool = False) -> LocalPart:
-    """Draws and counts the micro-batches of update `index`; keeps an error until the other ranks have the report.
+def local_part(job: Job, draw: DrawFn, mode: RunMode = LOOP) -> LocalPart:
+    """Draws and counts the micro-batches of the next update; keeps an error until the other ranks have the report.
 
-    Micro-batches that count nothing are left out, unless other ranks have parts of them. `ahead`: raises WouldWait.
+    Micro-batches that count nothing are left out, unless other ranks have parts of them.
     """
+    index = job.index
     engine, peers, counts_of = job.engine, job.engine.peers, SAMPLES if mode.is_sum else job.config.counts
     batches, error, fingerprint = Batches([]), None, 0
     counts, pieces = list[Counts](), list[list[Counts]]()
     try:
         batches = draw(index)
         if engine.pipeline is None:
-            counts = _counts_of(counts_of, ahead, batches.micro_batches, batches.lengths)
+            counts = _counts_of(counts_of, batches.micro_batches, batches.lengths)
             if "count" not in job.once.keys and batches.lengths is None and count_samples in counts_of.values():
                 tell_count(batches.micro_batches, job.once)
         else:
-            pieces = engine.pipeline.count(batches.micro_batches, partial(_counts_of, counts_of, ahead))
+            pieces = engine.pipeline.count(batches.micro_batches, partial(_counts_of, counts_of))
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
         if peers.fingerprint is not None:
-            fingerprint = peers.fingerprint(batches.micro_batches, ahead=ahead)
-    except WouldWait:
-        raise
+            fingerprint = peers.fingerprint(batches.micro_batches)
     except Exception as caught:
         error = caught
         peers.tell(caught)
@@ -203,14 +202,12 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
     ]
     full = micros if peers.has_parts or len(counts_of) == 1 else [micro for micro in micros if all(micro.counts)]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
-    # With `ahead`, the window at work will leave one.
-    has_stand_in = job.substitute is not None or (ahead and engine.lockstep)
     report = Reports(
         update=Span(index, index),
         steps=Span(batches.steps, batches.steps),
         agrees=Span(mode.agrees, mode.agrees),
         num_counted=Span(len(micros), len(micros)),
-        stranded=NOBODY if micros or has_stand_in else Span(peers.rank, peers.rank),
+        stranded=NOBODY if micros or job.substitute else Span(peers.rank, peers.rank),
         has_more=not batches.no_more_after,
         lacks_terms=len(full) != len(micros),
         lacks_terms_in_last=bool(micros) and (not full or full[-1] is not micros[-1]),
@@ -228,13 +225,13 @@ def local_part(job: Job, draw: DrawFn, index: int, mode: RunMode = LOOP, *, ahea
         # A sum has one count, and its micro-batch may stand in where there are more.
         names = len(job.config.counts) // len(counts_of)
         substitute = last and replace(last, batch=fresh(last.batch), counts=last.counts * names)
-        return LocalPart(report, micros, substitute, error, has_stand_in)
+        return LocalPart(report, micros, substitute, error)
     finally:
         del error, batches  # or this frame and the error's traceback would keep each other
 
 
 def _counts_of(
-    counts_of: Mapping[str, Count], ahead: bool, micro_batches: Sequence[Any], lengths: Sequence[int] | None = None
+    counts_of: Mapping[str, Count], micro_batches: Sequence[Any], lengths: Sequence[int] | None = None
 ) -> list[Counts]:
     """Each micro-batch's denominators by name. Counts on a device are all read at once."""
     values: list[Any] = []
@@ -244,7 +241,7 @@ def _counts_of(
         values += known or [count(micro_batch) for micro_batch in micro_batches]
     rows = len(micro_batches)
     are_plain = PLAIN.issuperset(map(type, values))
-    numbers = values if are_plain else _read(values, ahead)
+    numbers = values if are_plain else _read(values)
     for i, value in enumerate(numbers):
         if not (are_plain or isinstance(value, Real)) or not 0 <= value < math.inf:
             name, which = divmod(i, rows)
@@ -259,13 +256,11 @@ def _counts_of(
     return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows)), strict=True)) if rows else []
 
 
-def _read(values: list[Any], ahead: bool) -> list[Any]:
+def _read(values: list[Any]) -> list[Any]:
     """Replaces one-element tensors with their numbers, in one read for all of them."""
     tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor) and value.numel() == 1}
     if not tensors:
         return values
-    if ahead:
-        refuse_to_wait(list(tensors.values()))
     device = next(iter(tensors.values())).device
     # Exact for whole numbers up to 2**53.
     wide = None if device.type == "mps" else torch.float64

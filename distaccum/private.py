@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .law import DistaccumError, LostRanksError
+from .law import DistaccumError
 
 # Name, what for, since which version, and what happens without it; a test takes each away and sees that.
 NAMES = (
@@ -26,96 +22,8 @@ NAMES = (
     ("torch.Tensor._version", "tells whether a tensor was written to", "2.9", "only a new tensor is noticed"),
     ("torch.Tensor._base", "tells views, as of DDP's buckets", "2.9", "no loader's memory is watched"),
     ("torch.optim.Optimizer._optimizer_step_pre_hooks", "knows whether our hook is last", "2.9", "made anew"),
-    ("torch.distributed.ProcessGroup._device_types", "a group's timeout", "2.9", "torch's default timeout"),
-    ("torch.distributed.ProcessGroup._get_backend", "messages without dispatch, timeouts", "2.9", "with dispatch"),
-    ("torch._C._distributed_c10d.Backend.Options._timeout", "a group's timeout", "2.9", "torch's default timeout"),
-    ("torch.distributed.distributed_c10d._world", "the number of the caller's next group", "2.9", "refused"),
-    ("torch.distributed.distributed_c10d._get_default_store", "who is missing, and why", "2.9", "errors name no rank"),
 )
 SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
-# The number of our first group, far from the caller's.
-FIRST = 10**9
-# The name of the note that tells why a rank could not make its Accumulator.
-FAILED = "failed"
-# There is no store, or it is gone with the rank that had it.
-NO_STORE = RuntimeError, ValueError, AttributeError
-# How often ranks came together, by what they did and by the ranks.
-_places: Counter[tuple[str, tuple[int, ...]]] = Counter()
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The group's timeout, which has no public getter; None, for torch's default, if unknown."""
-    backend_of: Callable[[Any], Any] = getattr(group, "_get_backend", lambda _: None)
-    options = [getattr(backend_of(device), "options", None) for device in getattr(group, "_device_types", ())]
-    return next((known for one in options if (known := getattr(one, "_timeout", None)) is not None), None)
-
-
-def host_backend(group: dist.ProcessGroup) -> Any:
-    """The group's gloo, which sends without torch's dispatcher; the group itself if torch has no such name."""
-    backend_of: Callable[[Any], Any] = getattr(group, "_get_backend", lambda _: group)
-    return backend_of(torch.device("cpu"))
-
-
-def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group that its ranks make without the others, and that does not advance torch's numbering.
-
-    torch names groups by a counter that all ranks of the job must agree on (from torch 2.15 even for such groups), and
-    only some may have an Accumulator: if `group_count` moved, the caller's next group could wait for ever.
-    """
-    require("torch", dist.distributed_c10d, "_world")
-    world: Any = dist.distributed_c10d._world
-    before = world.group_count
-    # torch_xla replaces dist.new_group by a function without local synchronization.
-    make: Any = dist.distributed_c10d.new_group
-    cure = " to make an Accumulator too; make it on all ranks of the model's group"
-    try:
-        with coming_together("group", ranks, f"{timeout or 'in vain'}", cure):
-            world.group_count = FIRST + _places["group", tuple(ranks)]
-            made: Any = make(list(ranks), backend=backend, use_local_synchronization=True, timeout=timeout)
-    finally:
-        world.group_count = before
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def _store() -> Any:
-    """The job's store; None if the name is missing."""
-    return getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
-
-
-def leave_note(name: str, text: str) -> None:
-    """Leaves a text of this rank in the job's store, if there is one, for others who wait for it in vain."""
-    with suppress(*NO_STORE):
-        _store().set(f"distaccum/{name}/{dist.get_rank()}", text)
-
-
-def read_note(name: str, rank: int) -> str | None:
-    """The text that a rank left in the job's store; None if it left none."""
-    store, key = _store(), f"distaccum/{name}/{rank}"
-    return store.get(key).decode() if store.check([key]) else None
-
-
-@contextmanager
-def coming_together(what: str, ranks: Sequence[int], waited: str, cure: str) -> Iterator[None]:
-    """A block to which all of `ranks` shall come; if it fails and some did not, the error names them."""
-    key = what, tuple(ranks)
-    _places[key] += 1
-    place = f"{what} {_places[key]} of {zlib.crc32(repr(key).encode())}"
-    leave_note(place, "")
-    try:
-        yield
-    except RuntimeError as error:
-        absent = why = ""
-        with suppress(*NO_STORE):
-            ranks = [rank for rank in ranks if read_note(place, rank) is None]
-            why = next((f" ({text})" for rank in ranks if (text := read_note(FAILED, rank))), "")
-            absent = ", ".join(map(str, ranks))
-        if absent:
-            raise LostRanksError(
-                f"rank {dist.get_rank()} lost contact with the other ranks: it waited {waited} for rank {absent}{why}"
-                f"{cure}, alike, and start all ranks again"
-            ) from error
-        raise
 
 
 def has_step_hooks(optimizer: object) -> bool:

@@ -355,17 +355,22 @@ class Window(Generic[Batch]):
         if self.plan.is_empty:
             return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None
         if not job.steps:
-            return None, Record(self.losses, self.numbers, None if scaler is None else [], engine)
+            record = Record(self.losses, self.numbers, None if scaler is None else [], engine)
+            record.wait()
+            return None, record
         flags = None if scaler is None else unscale(scaler, job.optimizers, self._stamp)
         gradient = engine.gradient(job.trained or self.parameters)
         record = Record(self.losses, self.numbers, flags, engine)
-        reason = self._judge(gradient, record)
-        if reason is None:
-            self.stage, self.start.may_be_stepped = Stage.STEPPING, not job.optimizers
-            reason = engine.step(job.optimizers, gradient, config.max_norm)
-            self._has_stepped = reason is None
-            if reason is not None:
-                reason = guard.explain_skip(self, engine, record, reason, config.on_nonfinite)
+        try:
+            reason = self._judge(gradient, record)
+            if reason is None:
+                self.stage, self.start.may_be_stepped = Stage.STEPPING, not job.optimizers
+                reason = engine.step(job.optimizers, gradient, config.max_norm)
+                self._has_stepped = reason is None
+                if reason is not None:
+                    reason = guard.explain_skip(self, engine, record, reason, config.on_nonfinite)
+        finally:
+            record.wait()
         if scaler is not None and reason is not None:
             scaler.update()
         if reason is not None and config.max_norm is not None:

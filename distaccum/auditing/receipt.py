@@ -8,14 +8,12 @@ from functools import lru_cache, partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..extension import Extension
 from ..job import Job
 from ..law import DistaccumError
 from ..norms import local, names_of, widest
-from ..ranks import in_contact
 from ..text import shorten
 from ..update import Update
 from ..window import Window
@@ -143,9 +141,7 @@ class Receipt(Extension):
         # Blocks of all ranks add up; a whole gradient is this rank's own copy.
         copies = torch.tensor([num_copies(source.parameter) for source in sources], **HOST)[:, None]
         sums = torch.cat([given.sum(0), used, given.norm(dim=2).sum(0)[:, None]], dim=1)
-        if peers.host_group is not None:
-            with in_contact():
-                dist.all_reduce(sums, group=peers.host_group)
+        peers.sum_parts(sums)
         closed = torch.where(copies > 0, sums[:, NUM:-1] / copies, used)
         off, size = (closed - sums[:, :NUM]).norm(dim=1), sums[:, -1]
         errors = off / size.clamp(min=1e-300)  # if autograd gave nothing, any gradient is infinitely off

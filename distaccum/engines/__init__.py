@@ -76,7 +76,7 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     ranks = dist.get_world_size() if is_job else 1
     if wrapping:
         engine = wrapping.pop()(models, sync)
-        if ranks > 1 and engine.peers.group is None:
+        if ranks > 1 and not engine.peers.groups:
             raise ValueError(
                 f"{type(engine).__name__} has no group in a job of {ranks} ranks, which would train apart; give "
                 "it an __init__(models, sync) that passes the group of the data-parallel ranks to Engine.__init__"

@@ -213,6 +213,7 @@ class Engine:
         self.run_backward: Callable[..., Any] = run_backward
         self.read_grad = GRAD
         self.peers = group if isinstance(group, Peers) else Peers(group)
+        self.peers.device = next((p.device for model in models for p in model.parameters()), None)
         self.divisor: float = self.peers.num_ranks
         self.pipeline: Any = None
 

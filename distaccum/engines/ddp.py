@@ -86,8 +86,8 @@ class DDPEngine(Engine):
     def _refuse_dtensors(self) -> None:
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
         for parameter in sharded:
-            is_inside, group = id(parameter) in self._replicated_ids, self.wrappers[0].process_group
-            if is_inside or opened("lies_over")(parameter, group)[0]:
+            is_inside = id(parameter) in self._replicated_ids
+            if is_inside or opened("lies_over")(parameter, self.peers.here)[0]:
                 where = "inside" if is_inside else "over data-parallel ranks, outside"
                 raise ValueError(
                     f"{names_of(self.models)[id(parameter)]} is a DTensor {where} of DDP, whose buckets hold plain "

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..doors import opened
 from ..law import DistaccumError, Plan
 from ..norms import HALF, unique
-from ..ranks import own_group
+from ..ranks import Peers
 from ..text import shorten, warn
 from .averaging import average, averaged
 from .base import GRAD, Engine, Sync, refuse_left_out_terms, sparse_embeddings, why_tensor_parallel
@@ -67,10 +67,10 @@ class FullyShardEngine(Engine):
         mesh = over[ranks][0].mesh_info.mesh
         peers: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         if mesh.ndim > 1 and len(ranks) < dist.get_world_size():
-            peers = own_group(peers, ranks, backend=None)
+            peers = Peers([mesh.get_group(i) for i in range(mesh.ndim)], ranks)
         shards = [parameter.sharded_param for parameter in self._every]
         if any(shard.device_mesh.size() > len(ranks) for shard in shards if hasattr(shard, "to_local")):
-            peers = opened("peers_of")(shards, peers)
+            peers = opened("peers_of")(shards, peers if isinstance(peers, Peers) else Peers(peers))
         super().__init__(models, sync, peers)
         # In a window every reduction sums, whatever set_gradient_divide_factor says.
         self.divisor = 1
@@ -247,7 +247,7 @@ class FullyShardEngine(Engine):
     def _reduce_the_rest(self) -> None:
         """Reduces what no backward did (it left a term or a module out), and removes gradients that no rank has.
 
-        Ranks agree on both, in one small collective on the host. Zeros were reduced for parameters that a rank did not
+        Ranks agree on both, in one small collective. Zeros were reduced for parameters that a rank did not
         use; if no rank used them, None exempts them from weight decay and momentum, as it would without sharding.
         """
         self._note_used()

@@ -9,10 +9,10 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from ..batch import TokenCount, refuse_to_wait, tensors_in
+from ..batch import TokenCount, tensors_in
 from ..engines.base import Engine
 from ..law import DistaccumError, Reports
-from ..ranks import Peers, Value, own_group
+from ..ranks import Groups, Peers, Value
 
 # Fields of a report that must be equal on ranks that share their samples, and how an error describes their values.
 ALIKE = {
@@ -32,27 +32,32 @@ class MeshPeers(Peers):
         parts: Lists of ranks in the group that have parts of the same samples.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, sharing: Sequence[Sequence[int]] | None = None) -> None:
-        self._here = [0] if group is None else dist.get_process_group_ranks(group)
-        sharing = sharing or [[rank] for rank in self._here]
-        super().__init__(group, _all_of(sharing))
-        self._take(sharing, [[rank] for rank in range(self.num_ranks)])
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        here: Sequence[int] | None = None,
+        sharing: Sequence[Sequence[int]] | None = None,
+        beside: Groups = (),
+    ) -> None:
+        super().__init__(groups, here)
+        self.beside = beside
+        self._take(sharing or [[rank] for rank in self.here], [[rank] for rank in range(self.num_ranks)])
 
     def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
         self.sharing, self.parts, self.num_data_ranks = sharing, parts, len(parts)
         self.is_alone = len(sharing) == len(sharing[0]) == 1
         self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
         self.fingerprint = _fingerprint if self.shares_samples or self.has_parts else None
-        self.plan_with(_all_of(sharing))
+        self.ranks, self._order = _all_of(sharing), []
 
     def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
         """Declares that only `data_ranks` have samples of their own; the other ranks have parts of the same samples."""
         by_rank = self.gather_objects(list(data_ranks))
-        places = [ranks.index(one) if one in ranks else -1 for one, ranks in zip(self._here, by_rank, strict=True)]
+        places = [ranks.index(one) if one in ranks else -1 for one, ranks in zip(self.here, by_rank, strict=True)]
         parts = [[rank for rank, place in enumerate(places) if place == one] for one in range(len(data_ranks))]
-        if not set(data_ranks) <= set(self._here) or len({len(ranks) for ranks in parts}) != 1 or -1 in places:
+        if not set(data_ranks) <= set(self.here) or len({len(ranks) for ranks in parts}) != 1 or -1 in places:
             raise ValueError(
-                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over ranks {self._here}, expected "
+                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over ranks {self.here}, expected "
                 "some of these; give the dimensions of one mesh that carry data, as mesh=mesh['data'], and wrap the "
                 "model over them and those that cut samples"
             )
@@ -60,15 +65,11 @@ class MeshPeers(Peers):
 
     def add_stages(self, group: dist.ProcessGroup) -> None:
         """Declares that the ranks of `group` hold other stages of the model, for the same samples."""
-        if self.group is None:
-            return
-        self.stages = (group,)
-        column = dist.get_process_group_ranks(group)
-        of_stages: list[Any] = [None] * len(column)
-        dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=own_group(group))
-        rows = self.gather_objects(({rank for ranks in of_stages for rank in ranks}, column))
-        self._take([sorted(ranks) for ranks, _ in rows], self.parts)
-        self.record_over(own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None))
+        self.stages, self.beside = (group,), (*self.beside, group)
+        groups = (*self.beside, *self.groups)
+        every = self._rows([self.global_rank], groups)[:, 0].int().view(self.num_ranks, -1).tolist()
+        # The rows come by data-parallel rank, and each has those that compute on its samples.
+        self._take([sorted(next(of for of in every if rank in of)) for rank in self.here], self.parts)
 
     def report_of(self, report: Reports) -> Reports:
         """Lets one rank alone add up the samples that it shares; the numbers of ranks that say the same add up to 0."""
@@ -110,16 +111,14 @@ def _all_of(sharing: Iterable[Iterable[int]]) -> list[int]:
 def on_mesh(engine: Engine) -> MeshPeers:
     """The engine's peers, turned into ones that may have parts of the same samples, or share them."""
     if not isinstance(engine.peers, MeshPeers):
-        engine.peers = MeshPeers(engine.peers.group)
+        engine.peers, device = MeshPeers(engine.peers.groups, engine.peers.here), engine.peers.device
+        engine.peers.device = device
     return engine.peers
 
 
-def _fingerprint(micro_batches: Sequence[Any], *, ahead: bool) -> int:
+def _fingerprint(micro_batches: Sequence[Any]) -> int:
     """A hash of some values of each tensor in the first micro-batch, read at once."""
-    first = micro_batches[:1]
-    if ahead:
-        refuse_to_wait(first)
-    tensors = [one.detach() for _, one in tensors_in(first) if not hasattr(one, "to_local")]
+    tensors = [one.detach() for _, one in tensors_in(micro_batches[:1]) if not hasattr(one, "to_local")]
     dense = [one for one in tensors if one.layout is torch.strided and not one.is_nested and one.numel()]
     some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
     values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engines.averaging import settle_placements
+from ..engines.averaging import Copies, settle_placements
 from ..engines.base import Engine, Sync, why_tensor_parallel
 from ..engines.private import fsdp2
 from ..law import Plan
 from ..norms import names_of
-from ..ranks import own_group
+from ..ranks import Groups, Peers
 from ..text import shorten, warn
 from .private import root_of
 from .ranks import MeshPeers
 
 
-def peers_of(parameters: Iterable[Any], group: dist.ProcessGroup) -> MeshPeers:
-    """The ranks of `group`, which have different samples, and for each the ranks that compute on its samples together.
+def peers_of(parameters: Iterable[Any], peers: Peers) -> MeshPeers:
+    """The data-parallel `peers`, which have different samples, and the ranks that compute on samples of each together.
 
-    Those lie along the dimensions of the parameters' meshes that hold no other rank of `group`.
+    Those lie along the dimensions of the parameters' meshes that hold no other of the data-parallel ranks.
     """
-    data = dist.get_process_group_ranks(group)
+    data, groups = peers.here, Groups()
     sharing = [[rank] for rank in data]
     for mesh in {id(mesh): mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None}.values():
         beside = mesh.get_coordinate() and [i for i in range(mesh.ndim) if i not in _meeting(mesh, data)]
@@ -32,8 +32,9 @@ def peers_of(parameters: Iterable[Any], group: dist.ProcessGroup) -> MeshPeers:
         # A mesh of only some, such as the tensor-parallel ranks alone, says nothing.
         if beside and all(places):
             sets = [_ranks_along(mesh, beside, place) for (place,) in places]
-            sharing = max(sharing, sets, key=lambda sets: len(sets[0]))
-    return MeshPeers(group, sharing)
+            if len(sets[0]) > len(sharing[0]):
+                sharing, groups = sets, tuple(mesh.get_group(i) for i in beside)
+    return MeshPeers(peers.groups, peers.here, sharing, groups)
 
 
 def _ranks_along(mesh: Any, dimensions: Collection[int], place: Sequence[int] | None = None) -> list[int]:
@@ -50,18 +51,18 @@ def _meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
     return [i for i in range(mesh.ndim) if others & {*dist.get_process_group_ranks(mesh.get_group(i))}]
 
 
-def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
-    """The ranks and the placements of a DTensor along the dimensions of its mesh that hold ranks of `group`."""
+def lies_over(parameter: Any, data: Sequence[int]) -> tuple[list[int], tuple[Any, ...]]:
+    """The ranks and the placements of a DTensor along the dimensions of its mesh that hold these ranks."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.get_coordinate() is None:
         return [], ()
-    along = _meeting(mesh, dist.get_process_group_ranks(group))
+    along = _meeting(mesh, data)
     return _ranks_along(mesh, along) if along else [], tuple(parameter.placements[i] for i in along)
 
 
-def whole_loss(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
-    """Converts a loss that is a DTensor to a plain tensor, the same on each of its ranks; `group`: the data ranks."""
-    ranks, placements = ([], ()) if group is None else lies_over(loss, group)
+def whole_loss(loss: Any, data: Sequence[int]) -> Tensor:
+    """Converts a loss that is a DTensor to a plain tensor, the same on each of its ranks; `data`: the data ranks."""
+    ranks, placements = lies_over(loss, data)
     if ranks:
         raise ValueError(
             f"backward() got a loss that is a DTensor over the data-parallel ranks {ranks}, placed as "
@@ -108,9 +109,7 @@ def refuse_unclaimed_dimensions(engine: Engine, given: Any) -> None:
     the dimensions with data (`given`), the others have parts of samples; otherwise they may be jobs of their own.
     """
     peers, meshes = engine.peers, [given, *(getattr(p, "device_mesh", None) for p in engine.parameters())]
-    if peers.group is None:
-        return
-    known = {*dist.get_process_group_ranks(peers.group), *peers.by_samples(peers.ranks)[peers.rank]}
+    known = {*peers.here, *peers.by_samples(peers.ranks)[peers.rank]}
     for root in {id(root): root for mesh in meshes if mesh is not None and (root := root_of(mesh))}.values():
         for i in range(root.ndim) if root.get_coordinate() is not None else ():
             line = _ranks_along(root, [i])
@@ -147,10 +146,9 @@ class Experts:
     """Parameters that no wrapper reduces and that are cut over data-parallel ranks, such as experts."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._group = engine, cast("dist.ProcessGroup", engine.peers.group)
-        self._ranks = dist.get_process_group_ranks(self._group)
-        # The groups that hold the same part, by the ranks of the cut.
-        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._engine, self._ranks = engine, engine.peers.here
+        # Who holds the same part, by the ranks of the cut.
+        self._copies: dict[tuple[int, ...], Copies] = {}
 
     def find(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns those of `parameters` that are cut over data-parallel ranks, so that each has a part of its own.
@@ -160,7 +158,7 @@ class Experts:
         """
         experts = []
         for parameter in parameters:
-            ranks, placements = lies_over(parameter, self._group)
+            ranks, placements = lies_over(parameter, self._ranks)
             if any(one.is_replicate() or one.is_partial() for one in placements):
                 name = names_of(self._engine.models).get(id(parameter), "a parameter")
                 raise ValueError(
@@ -172,13 +170,13 @@ class Experts:
             if ranks:
                 experts.append(parameter)
                 if (cut := tuple(ranks)) not in self._copies:
-                    self._copies[cut] = None if sorted(cut) == sorted(self._ranks) else self._find_copies(cut)
+                    self._copies[cut] = () if sorted(cut) == sorted(self._ranks) else self._find_copies(cut)
         return experts
 
-    def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        return self._copies.get(tuple(lies_over(parameter, self._group)[0]), self._group)
+    def copies_of(self, parameter: nn.Parameter) -> Copies:
+        return self._copies.get(tuple(lies_over(parameter, self._ranks)[0]), self._engine.peers.groups)
 
-    def _find_copies(self, cut: tuple[int, ...]) -> dist.ProcessGroup:
+    def _find_copies(self, cut: tuple[int, ...]) -> Copies:
         """The group of ranks that hold the same part of a parameter that is cut over the ranks `cut`."""
         places = [
             ranks.index(rank) for rank, ranks in zip(self._ranks, self._engine.peers.gather_objects(cut), strict=True)
@@ -189,7 +187,11 @@ class Experts:
                 f"{self._engine.name}: parameters outside of it are cut over ranks {list(cut)}, and ranks {copies} "
                 f"hold the same part, expected meshes of one size that divide the data-parallel ranks {self._ranks}"
             )
-        return own_group(self._group, copies, backend=None)
+        for group in self._engine.peers.groups:
+            if sorted(dist.get_process_group_ranks(group)) == sorted(copies):
+                return (group,)
+        # No wrapper has made a group of them.
+        return cut.index(dist.get_rank()), len(cut)
 
 
 @final
@@ -205,10 +207,8 @@ class UnwrappedEngine(Engine):
     policies = ("last",)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        assert dist.group.WORLD is not None
-        alone = own_group(dist.group.WORLD, [dist.get_rank()], backend=None)
         parameters = [p for model in models for p in model.parameters()]
-        super().__init__(models, sync, peers_of(parameters, alone))
+        super().__init__(models, sync, peers_of(parameters, Peers()))
         self._parameters: Sequence[nn.Parameter] = ()
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:

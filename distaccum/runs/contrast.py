@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batch import Batch, Columns, fresh
@@ -18,7 +17,7 @@ from ..law import DistaccumError
 from ..losses import refuse_loss
 from ..norms import HALF
 from ..planning import Planner
-from ..ranks import Peers, in_contact
+from ..ranks import Peers
 from ..state.randomness import random_devices, random_state, set_random_state, set_seed
 from ..text import in_short, ranks_where
 from ..update import Update
@@ -152,13 +151,8 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
     rows = torch.zeros(max(lengths), sum(sizes), dtype=torch.uint8, device=device)
     for columns, own in zip(torch.split(rows, sizes, 1), joined, strict=False):
         columns[: len(own)] = own.reshape(len(own), math.prod(own.shape[1:])).view(torch.uint8)
-    if peers.group is not None:
-        of_ranks = rows.new_empty(peers.num_ranks * len(rows), rows.shape[1])
-        # With offloaded parameters the rows are on the host, and the device's group cannot send them.
-        group = peers.host_group if device.type == "cpu" else peers.group
-        with in_contact():
-            dist.all_gather_into_tensor(of_ranks, rows, group=group)
-        parts = zip(torch.split(of_ranks, len(rows)), lengths, strict=True)
+    if peers.groups:
+        parts = zip(torch.split(peers.gather_rows(rows), max(lengths)), lengths, strict=True)
         rows = torch.cat([part[:length] for part, length in parts])
     copies = [columns.clone(memory_format=torch.contiguous_format).flatten() for columns in torch.split(rows, sizes, 1)]
     whole = [copy.view(dtype).view(len(rows), *shape) for copy, (dtype, shape) in zip(copies, given[0], strict=True)]

@@ -89,7 +89,7 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
 
 def _world_size(job: Job) -> int:
     """The number of ranks in the whole job, including tensor-parallel ranks."""
-    return 1 if job.engine.peers.group is None else dist.get_world_size()
+    return dist.get_world_size() if job.engine.peers.groups or job.engine.peers.beside else 1
 
 
 def _pack(part: Part) -> bytes:

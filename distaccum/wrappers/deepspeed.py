@@ -206,7 +206,7 @@ class DeepSpeedEngine(Engine):
     def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
         if not self._judges:
             return Gradient(parameters)
-        cut: Groups = (self.peers.group,) if self._stage == 3 and self.peers.group else ()
+        cut: Groups = self.peers.groups if self._stage == 3 else ()
         return Gradient(None, [cut] * len(parameters))
 
     def step(self, optimizers: Sequence[Optimizer], gradient: Gradient, max_norm: float | None) -> str | None:

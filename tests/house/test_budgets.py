@@ -51,7 +51,7 @@ HAVE = {
     "losses.py": 270,
     "scaling.py": 80,
     "guard.py": 255,
-    "ranks.py": 420,
+    "ranks.py": 270,
     "private.py": 195,
     "job.py": 285,
     "engines/": 1520,
@@ -64,7 +64,7 @@ HAVE = {
     "trainers/": 530,
     "tools/": 570,
     "auditing/": 2950,
-    "tests": 14715,
+    "tests": 14720,
     "launch": 6115,
 }
 # Further below its number than this, a file gets a smaller one.

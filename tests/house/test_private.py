@@ -159,7 +159,7 @@ def test_name_that_is_read_unasked_is_refused_where_it_is_missing(room):
 )
 @on_ranks(2)
 def test_engine_without_a_name_answers_as_its_table_promises(room, kind):
-    make = partial(private.new_group, [0, 1], None, None) if room == "private.py" else partial(Run, kind)
+    make = partial(Run, kind)
     for name, (*_, answer) in table(room).items():
         with without(name, module_of(room), private):
             if answer == "refused":

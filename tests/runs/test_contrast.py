@@ -339,5 +339,5 @@ def test_representations_and_gradients_take_one_collective_each():
                 taken.append(count.take())
         assert [n for _, n in taken[-1]].count(size) == 1  # the gradient
         ours = 2 * 8 * 4 * 8  # bytes of two representations of 8 samples in float64
-        assert [n for name, n in taken[-1] if "allgather_base" in name and n > 300] == [ours + 2 * ours]
+        assert [n for name, n in taken[-1] if n == ours] == [ours]
     assert len(taken[3]) == len(taken[7])

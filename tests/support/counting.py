@@ -1,12 +1,13 @@
 """Counts collectives, the library's own exchanges through the host, and values read on the host."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from distaccum.ranks import Tree
+from distaccum.ranks import Peers
 
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # functional collectives that send nothing
 HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero"}
@@ -15,7 +16,7 @@ HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten
 class Counting(TorchDispatchMode):
     """Also counts collectives that C++ starts, as DDP's reducer does; patching torch.distributed would miss them.
 
-    The library's own exchanges pass by torch's dispatcher; each counts as one "exchange", with the size of its row.
+    Each of the library's own exchanges counts as one "exchange", with the size of its row.
     """
 
     def __init__(self) -> None:
@@ -24,17 +25,30 @@ class Counting(TorchDispatchMode):
         self.host_reads: Counter[str] = Counter()
 
     def __enter__(self) -> "Counting":
-        self._post = post = Tree.post
+        # One message counts once, over however many groups it goes.
+        self._own = joined, largest, add_up = Peers._joined, Peers.largest, Peers.sum
 
-        def counted(tree: Tree, row: Any, *given: Any) -> Any:
-            self.collectives.append(("exchange", len(row)))
-            return post(tree, row, *given)
+        def counted(peers: Peers, rows: Any, groups: Any) -> Any:
+            self.collectives += [("exchange", rows.numel())] if groups else []
+            with _disable_current_modes():
+                return joined(peers, rows, groups)
 
-        Tree.post = counted  # type: ignore[method-assign]
+        def merged(peers: Peers, row: Any, *, everyone: bool = False) -> Any:
+            self.collectives += [("exchange", len(row))] if peers.groups or (everyone and peers.beside) else []
+            with _disable_current_modes():
+                return largest(peers, row, everyone=everyone)
+
+        def summed(peers: Peers, values: Any) -> Any:
+            sent = [("exchange", len(values))] if values.is_cpu and not peers.is_alone else []
+            self.collectives += sent
+            with _disable_current_modes() if sent else nullcontext():
+                return add_up(peers, values)
+
+        Peers._joined, Peers.largest, Peers.sum = counted, merged, summed  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        Tree.post = self._post  # type: ignore[method-assign]
+        Peers._joined, Peers.largest, Peers.sum = self._own  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
