@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import doors
-
 if TYPE_CHECKING:
     from .accumulator import Accumulator as Accumulator
     from .auditing.session import audit as audit
@@ -22,7 +20,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [*doors.PUBLIC]
+# The module of each name.
+_PUBLIC = {
+    "Accumulator": "accumulator",
+    "ByCost": "feeding.by_cost",
+    "DistaccumError": "law",
+    "Extension": "extension",
+    "Forecast": "tools.plan",
+    "Report": "runs.check.report",
+    "Update": "update",
+    "Window": "window",
+    "audit": "auditing.session",
+    "count_samples": "batch",
+    "count_tokens": "batch",
+    "load": "saving",
+    "plan": "tools.plan",
+    "save": "saving",
+}
+__all__ = [*_PUBLIC]
 _ELSEWHERE = {
     "AccumulatingTrainer": "transformers",
     "ExactAccumulation": "lightning",
@@ -38,8 +53,8 @@ if not TYPE_CHECKING:  # otherwise mypy would take a misspelt name for Any
         from importlib import import_module
         from importlib.util import find_spec
 
-        if name in doors.PUBLIC:
-            globals()[name] = value = doors.opened(name)
+        if name in _PUBLIC:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
             return value
         if name in _ELSEWHERE:  # an AttributeError's text would be lost in `from distaccum import name`
             raise ImportError(

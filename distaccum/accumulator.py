@@ -16,30 +16,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .adapter import Prepared
 from .batch import Batch, Count, Names, count_samples
 from .batches import Batches, cut_up
-from .doors import opened
+from .choosing import adapters_for, choose_engine
 from .engines import Sync
 from .extension import Extension, join_all
+from .feeding.by_cost import ByCost
 from .guard import refuse_copy_of_ranks
 from .job import Job
 from .law import Reduction, Schedule
 from .loader import Windows, all_of
+from .meshes.pipeline import PipelineSchedule
 from .options import BatchNorm, Config, OnNonfinite, by_name, function, refuse_as_loader, suggesting
 from .planning import Planner
+from .runs.check.report import Report, check
+from .runs.contrast import Encode, PairsLoss, contrast
+from .runs.update import LossFn, update
+from .state.checkpoint import load_state, state_dict_of
+from .state.places import Places
+from .state.randomness import RandomNumbers
 from .text import plural
 from .update import Update
 from .window import Window
-
-if TYPE_CHECKING:
-    from .doors import ByCost, Encode, LossFn, PairsLoss, PipelineSchedule, Report
 
 
 @final
@@ -115,9 +121,10 @@ class Accumulator:
         sizes = steps, batch_size, micro_batch_size
         config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
         self._config = config
-        job = Job(config, model, optimizer, scheduler, scaler, accelerator)
-        join_all(extensions, job)
-        self._planner = Planner(job)
+        given = Prepared(model, optimizer, scheduler, scaler, adapters_for(accelerator))
+        job = Job(config, given, choose_engine(given.models, sync, mesh))
+        join_all(extensions, job, RandomNumbers())
+        self._planner = Planner(job, Places(job))
 
     def __getstate__(self) -> dict[str, Any]:
         # A shallow copy would not call it.
@@ -217,8 +224,7 @@ class Accumulator:
         """
         columns = self._config.columns("update", length, whole)
         function("update", "loss_fn", loss_fn)
-        update: Update = opened("update")(self._planner, batch, loss_fn, columns)
-        return update
+        return update(self._planner, batch, loss_fn, columns)
 
     def contrast(
         self, batch: Batch, encode: Encode[Batch], loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
@@ -243,8 +249,7 @@ class Accumulator:
         columns = self._config.columns("contrast", length, whole)
         function("contrast", "encode", encode)
         function("contrast", "loss_fn", loss_fn)
-        update: Update = opened("contrast")(self._planner, batch, encode, loss_fn, columns)
-        return update
+        return contrast(self._planner, batch, encode, loss_fn, columns)
 
     def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
         """Reports whether accumulation equals the big batch, by how much their gradients differ, and why.
@@ -263,8 +268,7 @@ class Accumulator:
             ValueError: No size was given to the Accumulator.
         """
         function("check", "loss_fn", loss_fn)
-        report: Report = opened("check")(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
-        return report
+        return check(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, to save: the index, the learned size, the scaler, the loader's position, each
@@ -279,8 +283,7 @@ class Accumulator:
             DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call comes between a
                 window's loop and its `step()`, when you may have stepped already.
         """
-        state: dict[str, Any] = opened("state_dict_of")(self._planner)
-        return state
+        return state_dict_of(self._planner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes with the window that was running when `state_dict()` was called, or with the next one.
@@ -295,4 +298,4 @@ class Accumulator:
             TypeError, ValueError: Not such a state, or it has a scaler and the Accumulator has none (or the reverse).
             DistaccumError: A window is open, or this rank's part, with a loader's position, is missing.
         """
-        opened("load_state")(state, self._planner)
+        load_state(state, self._planner)

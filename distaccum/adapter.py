@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .doors import is_there, opened
+from .options import as_list
 
 RunBackward = Callable[..., Any]
-# The adapters by packages: one is opened if any of its packages has been imported.
-ADAPTERS = {("accelerate",): "Accelerated", ("lightning_fabric", "lightning"): "FromFabric"}
 
 
 class Prepared:
-    """The caller's objects; adapters replace their library's wrappers with the objects inside."""
+    """The caller's objects, as lists; adapters replace their library's wrappers with the objects inside."""
 
-    models: list[Any]
-    optimizers: list[Any]
-    schedulers: list[Any]
-    scaler: Any
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any, scaler: Any, adapters: Sequence[Adapter]) -> None:
+        as_list("scaler", None if scaler is None else [scaler], "is_enabled")
+        self.models = as_list("model", model, "forward")
+        self.optimizers = as_list("optimizer", optimizer, "param_groups")
+        self.schedulers = as_list("scheduler", scheduler, "step")
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.adapters = adapters
+        for adapter in adapters:
+            adapter.unwrap(self)
 
 
 class Adapter:
@@ -55,13 +57,3 @@ class Adapter:
     def tells_state(self, loader: Any) -> bool:
         """Returns whether a loader's `state_dict()` works."""
         return True
-
-
-def adapters_for(accelerator: Any) -> list[Adapter]:
-    """The adapters of libraries that the caller has imported."""
-    return [
-        opened(name)(accelerator)
-        for packages, name in ADAPTERS.items()
-        if (any(map(sys.modules.get, packages)) and is_there(name))
-        or (accelerator is not None and "accelerate" in packages)
-    ]

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .doors import is_there, opened
 from .engines.base import Gradient
 from .job import Hooks, Job
 from .update import Update
@@ -86,15 +85,14 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     }
 
 
-def join_all(extensions: Sequence[Extension], job: Job) -> None:
-    """Makes the extensions take part in the windows of `job`, or raises."""
+def join_all(extensions: Sequence[Extension], job: Job, first: Extension) -> None:
+    """Makes the extensions take part in the windows of `job`, after the `first`, or raises."""
     if not isinstance(extensions, list | tuple) or not all(isinstance(one, Extension) for one in extensions):
         raise TypeError(f"extensions={extensions!r}, expected a list of distaccum.Extension, as [NoiseScale()]")
     keys = [one.key for one in extensions if one.key or type(one).numbers is not Extension.numbers]
     if len(set(keys)) < len(keys) or KEYS.intersection(keys):
         raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")
-    # A state's random numbers are the first extension of each accumulator.
-    every = [*([opened("RandomNumbers")()] if is_there("RandomNumbers") else ()), *extensions]
+    every = [first, *extensions]
     for extension in every:
         if type(extension).judge is not Extension.judge:
             _refuse_judge(extension, job)

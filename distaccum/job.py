@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .adapter import Prepared, adapters_for
+from .adapter import Prepared
 from .batch import count_samples
 from .batchnorm import batchnorms
-from .engines import Engine, choose_engine
+from .engines import Engine
 from .engines.base import GRAD
 from .norms import unique
-from .options import Config, as_list
+from .options import Config
 from .private import has_step_hooks, is_view, version_of
 from .scaling import has_unscaled
 from .text import Once
@@ -63,26 +63,15 @@ LOOP = RunMode()
 
 
 @final
-class Job(Prepared):
+class Job:
     """Everything that the windows of an Accumulator share."""
 
-    def __init__(
-        self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
-    ) -> None:
-        for name, given, needs in (("scaler", scaler, "is_enabled"), ("accelerator", accelerator, "distributed_type")):
-            as_list(name, None if given is None else [given], needs)
-        self.config, self.adapters = config, adapters_for(accelerator)
-        self.models = as_list("model", model, "forward")
-        self.optimizers = as_list("optimizer", optimizer, "param_groups")
-        self.schedulers = as_list("scheduler", scheduler, "step")
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    def __init__(self, config: Config, given: Prepared, engine: Engine) -> None:
+        self.config, self.adapters, self.engine, self.models = config, given.adapters, engine, list(engine.models)
         for adapter in self.adapters:
-            adapter.unwrap(self)
-        self.engine: Engine = choose_engine(self.models, config.sync, config.mesh)
-        self.models = list(self.engine.models)
-        for adapter in self.adapters:
-            self.engine.run_backward = adapter.around(self.engine.run_backward)
-        self.engine.adopt(self, config.max_norm, config.on_nonfinite)
+            engine.run_backward = adapter.around(engine.run_backward)
+        engine.adopt(given, config.max_norm, config.on_nonfinite)
+        self.optimizers, self.schedulers, self.scaler = given.optimizers, given.schedulers, given.scaler
         trains = any(parameter.requires_grad for parameter in self.engine.parameters())
         self._is_frozen_stage = self.engine.pipeline is not None and not trains  # others step, with this one
         # Otherwise the caller steps.
@@ -94,7 +83,7 @@ class Job(Prepared):
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.extensions: tuple[Any, ...] = ()
         self.hooks: Hooks = {}
-        # The extension that keeps a window's random numbers for a state, unless its room was deleted.
+        # The extension that keeps a window's random numbers for a state.
         self.random: Any = None
         self._models_parameters = self.engine.parameters()
         self._every: list[nn.Parameter] = []  # of the models and the optimizers, each once

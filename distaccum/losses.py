@@ -10,10 +10,10 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from .doors import opened
 from .engines import Engine
 from .job import Counts, Job, Micro
 from .law import Reduction, share_of
+from .meshes.sharing import whole_loss
 from .norms import HALF, number_of
 from .ranks import Peers
 from .scaling import is_scaled_by
@@ -108,7 +108,7 @@ class Losses:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
-            loss = opened("whole_loss")(loss, self._engine.peers.here if self._engine.peers.groups else ())
+            loss = whole_loss(loss, self._engine.peers.here if self._engine.peers.groups else ())
         scaler = self._scaler
         if scaler is not None and is_scaled_by(scaler, loss):
             raise ValueError(

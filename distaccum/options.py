@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from torch.utils.data import Dataset, IterableDataset
 
 from .batch import Columns, Count, Names, count_samples, is_array
-from .engines import Sync
 from .law import REDUCTIONS, Reduction, Schedule, whole_number
 from .text import a
 
 if TYPE_CHECKING:
-    from .doors import ByCost
+    from .feeding.by_cost import ByCost
 
 # Names of arguments in other libraries.
 OTHER_NAMES = {
@@ -28,6 +27,7 @@ OTHER_NAMES = {
 }
 Init = TypeVar("Init", bound=Callable[..., None])
 
+Sync = Literal["last", "every", "replicas", "gathered"]
 BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
 

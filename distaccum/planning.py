@@ -17,7 +17,6 @@ from .agreement import compare
 from .batch import Count, count_samples, fresh
 from .batches import Batches, DrawFn, LocalPart, Pace
 from .batchnorm import warn_of_batchnorm
-from .doors import is_there, opened
 from .guard import OPEN, OVER, Stage, refuse_copy, tell_count
 from .job import LOOP, Counts, Job, Micro, RunMode, Start
 from .law import NOBODY, DistaccumError, Plan, Reports, Span, all_or_none
@@ -34,14 +33,13 @@ class Planner:
     """Plans the windows of one Accumulator.
 
     Attributes:
-        places: The positions of loaders, for a state; None if the room for states is not there.
+        places: The positions of loaders, for a state; None in a trial.
         left: Readers of iterators whose loop was left, with items that were drawn of them.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, places: Any = None) -> None:
+        self.job, self.places = job, places
         self._window: weakref.ref[Window] | None = None
-        self.places: Any = opened("Places")(job) if is_there("Places") else None
         self.left: list[Any] = []
         _guard_steps(self)
 

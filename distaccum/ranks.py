@@ -96,7 +96,7 @@ class Peers:
 
     def gather(self, row: Sequence[float], *, everyone: bool = False) -> Rows:
         """The rows of the group's ranks in order; `everyone`: of all that take part in updates."""
-        return self._gathered(row, everyone).tolist()  # type: ignore[no-any-return]
+        return self._gathered(row, everyone).tolist()
 
     def largest(self, row: Sequence[float], *, everyone: bool = False) -> list[float]:
         """The largest value of each column of the rows that `gather` returns."""
@@ -107,7 +107,7 @@ class Peers:
         with in_contact():
             for group in groups:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-            return values.tolist()  # type: ignore[no-any-return]
+            return values.tolist()
 
     def gather_objects(self, value: Any, *, everyone: bool = False) -> list[Any]:
         """Like `gather`, for values of any kind."""

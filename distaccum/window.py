@@ -14,12 +14,12 @@ from . import guard
 from .batch import Batch, fresh
 from .batches import LocalPart, Pace
 from .batchnorm import untouched_statistics
-from .doors import opened
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
+from .parts import each_head, each_part
 from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, stamp_of_scale, unscale
 from .text import plural
@@ -260,7 +260,7 @@ class Window(Generic[Batch]):
             ValueError: `items` is empty.
             DistaccumError: An item got no `backward`, the loop is left early, or this micro-batch had a backward.
         """
-        yield from opened("each_part")(self, items)
+        yield from each_part(self, items)
 
     def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
         """Yields each item with `outputs`, detached from their trunk, whose backward runs once, after the last head::
@@ -276,7 +276,7 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        yield from opened("each_head")(self, self._job, self._start_backward, self._run, outputs, items)
+        yield from each_head(self, self._job, self._start_backward, self._run, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule; call it on every stage.

@@ -11,26 +11,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..norms import local
+from ..ranks import Groups
 from .base import Engine
 
 # The size of DDP's own buckets.
 BUCKET_BYTES = 25 * 2**20
 UNUSED, DENSE, SPARSE = range(3)
-# The groups over which a part is replicated, in turn; or, where none are, the place of this rank's part and how many.
-Copies = tuple[dist.ProcessGroup, ...] | tuple[int, int]
 
 
 def average(
     engine: Engine,
     parameters: Sequence[nn.Parameter],
     is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
-    copies_of: Callable[[nn.Parameter], Copies] | None = None,
+    copies_of: Callable[[nn.Parameter], Groups] | None = None,
 ) -> None:
     """Sums gradients over the ranks and divides by the divisor; call it on all ranks, with the same parameters.
 
     Costs one reduction per bucket, and one small collective to tell which kinds of gradients ranks have.
-    Gradients that no rank has stay None; zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the groups
-    that replicate this rank's part of a parameter (default: all ranks; none: no other); backward summed over the rest.
+    Gradients that no rank has stay None; zeros that stand for none (`is_zeroed`) become it. `copies_of`: the groups
+    that replicate a part of a parameter (default: all ranks; none: no other); backward summed over the rest.
     """
     if not parameters:
         return
@@ -52,10 +51,7 @@ def average(
                 parameter.grad = torch.zeros_like(parameter)
             settle_placements(parameter)
             gradient = local(parameter.grad)
-            if groups and isinstance(groups[0], int):
-                _sum_at(engine, gradient, *groups)
-            else:
-                alike.setdefault((groups, gradient.device, gradient.dtype), []).append(gradient)
+            alike.setdefault((groups, gradient.device, gradient.dtype), []).append(gradient)
     for (groups, *_), gradients in alike.items():
         # So many at a time, in order, that the whole gradient is never copied.
         starts = accumulate((gradient.nbytes for gradient in gradients), initial=0)
@@ -66,15 +62,6 @@ def average(
                 dist.all_reduce(flat, group=group)
             for gradient, piece in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                 gradient.copy_(piece.view(gradient.shape))
-
-
-def _sum_at(engine: Engine, gradient: Tensor, place: int, num: int) -> None:
-    """Sums a part over the ranks that hold the same, which have no group: all ranks sum all parts."""
-    length = int(engine.peers.largest([gradient.numel()])[0])
-    parts = gradient.new_zeros(num, length)
-    parts[place, : gradient.numel()] = gradient.reshape(-1) / engine.divisor
-    engine.peers.sum_parts(parts)
-    gradient.copy_(parts[place, : gradient.numel()].view(gradient.shape))
 
 
 def averaged(engine: Engine, uncovered: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from ..adapter import Prepared
 from ..law import DistaccumError, Plan
 from ..norms import HALF, multiply, number_of, unique, widest
+from ..options import Sync as Sync
 from ..private import norms_of, run_backward
 from ..ranks import Peers
 
-Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "sums", "stages", "dtype", "parameters"]
 # The roots of a backward, and their seeds.
 Roots = tuple[Sequence[Tensor], Sequence[Tensor]]

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adapter import Prepared
-from ..doors import opened
 from ..law import DistaccumError, Plan
+from ..meshes.sharing import lies_over
 from ..norms import names_of
 from ..private import version_of, zero_all
 from ..ranks import in_contact
@@ -87,7 +87,7 @@ class DDPEngine(Engine):
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
         for parameter in sharded:
             is_inside = id(parameter) in self._replicated_ids
-            if is_inside or opened("lies_over")(parameter, self.peers.here)[0]:
+            if is_inside or lies_over(parameter, self.peers.here)[0]:
                 where = "inside" if is_inside else "over data-parallel ranks, outside"
                 raise ValueError(
                     f"{names_of(self.models)[id(parameter)]} is a DTensor {where} of DDP, whose buckets hold plain "

@@ -21,9 +21,9 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..doors import opened
 from ..law import DistaccumError, Plan
-from ..norms import HALF, unique
+from ..meshes.sharing import Experts, peers_of, refuse_other_meshes
+from ..norms import HALF, names_of, unique
 from ..ranks import Peers
 from ..text import shorten, warn
 from .averaging import average, averaged
@@ -63,14 +63,14 @@ class FullyShardEngine(Engine):
             over.setdefault(tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist())), []).append(group)
         ranks = max(over, key=len)
         if len(over) > 1:
-            opened("refuse_other_meshes")(over, ranks)
+            refuse_other_meshes(over, ranks, private.name_of)
         mesh = over[ranks][0].mesh_info.mesh
         peers: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         if mesh.ndim > 1 and len(ranks) < dist.get_world_size():
             peers = Peers([mesh.get_group(i) for i in range(mesh.ndim)], ranks)
         shards = [parameter.sharded_param for parameter in self._every]
         if any(shard.device_mesh.size() > len(ranks) for shard in shards if hasattr(shard, "to_local")):
-            peers = opened("peers_of")(shards, peers if isinstance(peers, Peers) else Peers(peers))
+            peers = peers_of(shards, peers if isinstance(peers, Peers) else Peers(peers))
         super().__init__(models, sync, peers)
         # In a window every reduction sums, whatever set_gradient_divide_factor says.
         self.divisor = 1
@@ -82,12 +82,12 @@ class FullyShardEngine(Engine):
         self._undo = ExitStack()
         self._by_hand: list[nn.Parameter] = []
         # Finds DTensors outside of fully_shard that are cut over data-parallel ranks.
-        self._experts: Any = None
+        self._experts: Experts | None = None
         parts = self._cut_over_ranks(self._outside(self.parameters()))
         parts += [p.sharded_param for few in over if few != ranks for group in over[few] for p in group.fsdp_params]
         self._has_parts = bool(parts)
         if parts:
-            opened("leave_out_gathered")(self, parts)
+            self._leave_out_gathered(parts)
         self._reduces, self._stands_in = True, False
         # Those of _every without a gradient in this window, on this rank.
         self._unused: list[Any] = []
@@ -103,6 +103,17 @@ class FullyShardEngine(Engine):
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) adds up in float32",
             )
 
+    def _leave_out_gathered(self, parts: Sequence[nn.Parameter]) -> None:
+        """Removes the policy "gathered", since forwards of experts (`parts`) wait for all ranks."""
+        self.policies = tuple(policy for policy in self.policies if policy != "gathered")
+        if self.sync == "gathered":
+            names = names_of(self.models)
+            raise ValueError(
+                f"sync='gathered' with {shorten([names.get(id(p), 'a parameter') for p in parts])}, cut over "
+                "the data-parallel ranks outside of fully_shard: forwards wait for all ranks, and each rank would "
+                "run only as many as it has micro-batches; use 'last' or 'every'"
+            )
+
     def parameters(self) -> list[nn.Parameter]:
         # No optimizer has what modules show instead of the shards.
         instead = {id(shown) for p in self._every for shown in private.shown_for(p)}
@@ -116,7 +127,7 @@ class FullyShardEngine(Engine):
 
     def _cut_over_ranks(self, outside: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         if self._experts is None and any(hasattr(p, "to_local") for p in outside):
-            self._experts = opened("Experts")(self)
+            self._experts = Experts(self)
         return [] if self._experts is None else self._experts.find(outside)
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:

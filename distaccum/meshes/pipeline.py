@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batch import count_samples, cut_batch
-from ..engines.base import Engine
 from ..law import DistaccumError
 from . import private
 from .ranks import on_mesh
@@ -80,7 +79,7 @@ class Pipeline:
         # The samples in each micro-batch, once a call has fixed them.
         self._length: int | None = None
 
-    def join(self, engine: Engine) -> None:
+    def join(self, engine: Any) -> None:
         """Turns `engine` into one for stages: nothing is reduced before the window's end."""
         if "stages" in engine.owns:
             raise ValueError(
@@ -91,11 +90,12 @@ class Pipeline:
                 f"sync={engine.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'"
             )
         engine.pipeline, engine.policies, engine.run_backward = self, ("last",), self._refuse_backward
-        on_mesh(engine).add_stages(self.group)
+        engine.peers = on_mesh(engine.peers)
+        engine.peers.add_stages(self.group)
         if self.splits_backward:
             self._refuse_frozen_beginning(engine)
 
-    def _refuse_frozen_beginning(self, engine: Engine) -> None:
+    def _refuse_frozen_beginning(self, engine: Any) -> None:
         """Raises if the first stage is frozen: a stage whose inputs need no gradient then gets none for its weights."""
         of_stages = zip(self._stages, self.modules, strict=True)
         trained = [stage.stage_index for stage, one in of_stages if any(p.requires_grad for p in one.parameters())]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import device_mesh
 
 from ..private import replaced, require
 
@@ -95,4 +96,7 @@ def _nothing_of(outputs: Any) -> Tensor:
 
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh is a slice of, or itself, also where the name is missing: then no slice is refused."""
-    return getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    resources: Any = getattr(device_mesh, "_mesh_resources", None)  # until torch 2.9
+    return mesh if resources is None else resources.get_root_mesh(mesh)

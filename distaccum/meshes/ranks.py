@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ..batch import TokenCount, tensors_in
-from ..engines.base import Engine
 from ..law import DistaccumError, Reports
 from ..ranks import Groups, Peers, Value
 
@@ -108,12 +107,13 @@ def _all_of(sharing: Iterable[Iterable[int]]) -> list[int]:
     return sorted({rank for ranks in sharing for rank in ranks})
 
 
-def on_mesh(engine: Engine) -> MeshPeers:
-    """The engine's peers, turned into ones that may have parts of the same samples, or share them."""
-    if not isinstance(engine.peers, MeshPeers):
-        engine.peers, device = MeshPeers(engine.peers.groups, engine.peers.here), engine.peers.device
-        engine.peers.device = device
-    return engine.peers
+def on_mesh(peers: Peers) -> MeshPeers:
+    """These peers, or ones of the same groups that may have parts of the same samples, or share them."""
+    if isinstance(peers, MeshPeers):
+        return peers
+    on_mesh = MeshPeers(peers.groups, peers.here)
+    on_mesh.device = peers.device
+    return on_mesh
 
 
 def _fingerprint(micro_batches: Sequence[Any]) -> int:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engines.averaging import Copies, settle_placements
-from ..engines.base import Engine, Sync, why_tensor_parallel
-from ..engines.private import fsdp2
-from ..law import Plan
 from ..norms import names_of
 from ..ranks import Groups, Peers
-from ..text import shorten, warn
+from ..text import warn
 from .private import root_of
 from .ranks import MeshPeers
 
@@ -72,7 +68,9 @@ def whole_loss(loss: Any, data: Sequence[int]) -> Tensor:
     return whole
 
 
-def refuse_other_meshes(groups: Mapping[tuple[int, ...], Sequence[Any]], ranks: tuple[int, ...]) -> None:
+def refuse_other_meshes(
+    groups: Mapping[tuple[int, ...], Sequence[Any]], ranks: tuple[int, ...], name_of: Callable[[Any], str]
+) -> None:
     """Raises if FSDP2 reduces parameters over fewer ranks than `ranks`, the largest set, and they are not experts.
 
     `groups` maps the ranks of a reduction to FSDP2's groups of parameters.
@@ -81,7 +79,7 @@ def refuse_other_meshes(groups: Mapping[tuple[int, ...], Sequence[Any]], ranks: 
         own = [p.sharded_param for one in of_ranks for p in one.fsdp_params]
         if reduced != ranks and not all(_is_expert(one, reduced, ranks) for one in own):
             seen = "; ".join(
-                f"{fsdp2.name_of(one.fsdp_params[0])} over ranks {list(over)}" for over, (one, *_) in groups.items()
+                f"{name_of(one.fsdp_params[0])} over ranks {list(over)}" for over, (one, *_) in groups.items()
             )
             raise ValueError(
                 f"fully_shard was called with meshes over different ranks ({seen}), expected one data-parallel "
@@ -102,7 +100,7 @@ def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]
     return is_cut and {*_ranks_along(mesh, over)} == {*data_ranks}
 
 
-def refuse_unclaimed_dimensions(engine: Engine, given: Any) -> None:
+def refuse_unclaimed_dimensions(engine: Any, given: Any) -> None:
     """Raises, or warns, if a mesh is a slice of one with a dimension that nobody says anything about.
 
     Its ranks must be reduced over, or compute on the same samples (tensor parallelism, stages). If the caller has named
@@ -130,25 +128,13 @@ def refuse_unclaimed_dimensions(engine: Engine, given: Any) -> None:
             return
 
 
-def leave_out_gathered(engine: Engine, parts: Sequence[nn.Parameter]) -> None:
-    """Removes the policy "gathered" from an engine with experts (`parts`), whose forwards wait for all ranks."""
-    engine.policies = tuple(policy for policy in engine.policies if policy != "gathered")
-    if engine.sync == "gathered":
-        names = names_of(engine.models)
-        raise ValueError(
-            f"sync='gathered' with {shorten([names.get(id(p), 'a parameter') for p in parts])}, cut over "
-            "the data-parallel ranks outside of fully_shard: forwards wait for all ranks, and each rank would "
-            "run only as many as it has micro-batches; use 'last' or 'every'"
-        )
-
-
 class Experts:
     """Parameters that no wrapper reduces and that are cut over data-parallel ranks, such as experts."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine, self._ranks = engine, engine.peers.here
-        # Who holds the same part, by the ranks of the cut.
-        self._copies: dict[tuple[int, ...], Copies] = {}
+        # The groups that hold the same part, by the ranks of the cut.
+        self._copies: dict[tuple[int, ...], Groups] = {}
 
     def find(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns those of `parameters` that are cut over data-parallel ranks, so that each has a part of its own.
@@ -170,13 +156,14 @@ class Experts:
             if ranks:
                 experts.append(parameter)
                 if (cut := tuple(ranks)) not in self._copies:
-                    self._copies[cut] = () if sorted(cut) == sorted(self._ranks) else self._find_copies(cut)
+                    self._copies[cut] = () if sorted(cut) == sorted(self._ranks) else self._find_copies(parameter, cut)
         return experts
 
-    def copies_of(self, parameter: nn.Parameter) -> Copies:
-        return self._copies.get(tuple(lies_over(parameter, self._ranks)[0]), self._engine.peers.groups)
+    def copies_of(self, parameter: nn.Parameter) -> Groups:
+        every: Groups = self._engine.peers.groups
+        return self._copies.get(tuple(lies_over(parameter, self._ranks)[0]), every)
 
-    def _find_copies(self, cut: tuple[int, ...]) -> Copies:
+    def _find_copies(self, parameter: Any, cut: tuple[int, ...]) -> Groups:
         """The group of ranks that hold the same part of a parameter that is cut over the ranks `cut`."""
         places = [
             ranks.index(rank) for rank, ranks in zip(self._ranks, self._engine.peers.gather_objects(cut), strict=True)
@@ -187,36 +174,12 @@ class Experts:
                 f"{self._engine.name}: parameters outside of it are cut over ranks {list(cut)}, and ranks {copies} "
                 f"hold the same part, expected meshes of one size that divide the data-parallel ranks {self._ranks}"
             )
-        for group in self._engine.peers.groups:
+        root = root_of(parameter.device_mesh)
+        for group in (*self._engine.peers.groups, *map(root.get_group, range(root.ndim))):
             if sorted(dist.get_process_group_ranks(group)) == sorted(copies):
                 return (group,)
-        # No wrapper has made a group of them.
-        return cut.index(dist.get_rank()), len(cut)
-
-
-@final
-class UnwrappedEngine(Engine):
-    """Modules without a wrapper in a job whose ranks all compute on the same samples: tensor-parallel ones, or stages.
-
-    DTensor itself sums over the parts in forward and backward. A gradient that it leaves as partial sums accumulates as
-    such, and is summed once, after the last backward.
-    """
-
-    name = "modules without a wrapper"
-    owns = frozenset(("sums", "dtype"))
-    policies = ("last",)
-
-    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        parameters = [p for model in models for p in model.parameters()]
-        super().__init__(models, sync, peers_of(parameters, Peers()))
-        self._parameters: Sequence[nn.Parameter] = ()
-
-    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    def finish(self) -> None:
-        for parameter in self._parameters:
-            settle_placements(parameter)
-        self._parameters = ()
-
-    why_no_local_grad = staticmethod(why_tensor_parallel)
+        raise ValueError(
+            f"{self._engine.name}: parameters outside of it are cut over ranks {list(cut)}, and ranks {copies}, which "
+            "hold the same part, have no group; take the mesh of the cut from one that has both dimensions, as in "
+            "init_device_mesh(device, (copies, experts), mesh_dim_names=('copies', 'experts'))['experts']"
+        )

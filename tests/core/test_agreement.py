@@ -124,7 +124,9 @@ def test_rank_that_does_not_come_is_an_error_within_the_timeout(how, comes_late)
         said, _ = ranks.run(waiting, how, comes_late)
     finally:
         ranks.stop()
-    assert said.startswith("LostRanksError: rank 0 lost contact with the other ranks: one has died, failed, or exceeded")
+    assert said.startswith(
+        "LostRanksError: rank 0 lost contact with the other ranks: one has died, failed, or exceeded"
+    )
 
 
 @on_ranks(4)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ["wrappers", "meshes", "extensions", "state", "runs", "feeding", "trainers", "tools"]  # that can be taken away
+ROOMS = ["extensions", "trainers", "tools", "auditing"]  # that can be taken away
 KINDS = "[plain- or [DDP- or [FSDP2-"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError, engines
+from distaccum import Accumulator, DistaccumError, choosing
 from distaccum.engines import Engine
 from distaccum.private import replaced, require
 from tests.support.engines import KINDS, fully_sharded
@@ -129,7 +129,7 @@ def test_registered_engine_takes_a_subclass_of_a_known_wrapper(monkeypatch):
         def __init__(self, models, sync):
             super().__init__(models, sync, has_group and dist.group.WORLD)
 
-    monkeypatch.setattr(engines, "_REGISTERED", [Own])
+    monkeypatch.setattr(choosing, "registered", [Own])
     model = Averaging(make_net_without_router())
     has_group = True
     assert "Accumulator(Own, 2 ranks" in repr(accumulating(model)[1])

@@ -1,7 +1,6 @@
 """The shape of the library, read from its source: what may import what, how large things are, who knows whom."""
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -9,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.doors import DOORS
-
 ROOT = Path(__file__).parents[2]
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
-    "text doors",
+    "text",
     "law",
-    "batch private norms scaling gradients batchnorm feeding",
-    "ranks adapter",
+    "batch private norms scaling batchnorm feeding",
+    "options ranks",
+    "adapter meshes",
     "engines",
-    "wrappers meshes",
-    "options job",
-    "agreement losses guard",
+    "wrappers",
+    "choosing job",
+    "agreement losses guard parts",
     "batches update",
     "window",
     "planning extension",
@@ -32,13 +30,7 @@ FLOORS = (
     "auditing saving tools trainers",
     "transformers lightning __main__",
 )
-NAMES_ALL = "__init__.py", "doors.py"  # names behind which modules of any floor are imported
-OUTSIDE = (
-    "__init__.py",
-    "__main__.py",
-    "transformers.py",
-    "lightning.py",
-)  # of the core, as all folders but engines/ are
+NAMES_ALL = ("__init__.py",)  # names behind which modules of any floor are imported
 LARGEST = {"class": 300, "function": 60, "file": 500, "signature": 8}
 LARGER = {"Window": 390}  # an update is read there from top to bottom, with what a hover shows of it
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
@@ -120,29 +112,6 @@ def circles(source: Source) -> Counter[str]:
                 waiting += edges[other]
         found[module] += module in seen
     return +found
-
-
-def ways_out(source: Source) -> Counter[str]:
-    """What a file of the core names outside of the core, by a statement or by a string; doors.py alone may."""
-    core = {path for path in source if path not in OUTSIDE and ("/" not in path or room(path) == "engines")}
-    rooms = "|".join({room(path) for path in source.keys() - core} - {"__init__"})
-    by_string = re.compile(rf"distaccum\.[\w.:]*|\.*({rooms})\.[\w.:]+")
-    ways: Counter[str] = Counter()
-    for path in core - {"doors.py"}:
-        strings = (getattr(node, "value", None) for node in ast.walk(ast.parse(source[path])))
-        named = {name for name in strings if isinstance(name, str) and by_string.fullmatch(name)}
-        named |= {name for name in imports(path, source[path]) if name.split(".")[0] in rooms.split("|")}
-        ways.update(f"{path} names {name}" for name in named)
-    return ways
-
-
-def dead_doors(source: Source, doors: Mapping[str, str]) -> Counter[str]:
-    """Doors behind which there is no such class or function."""
-    dead: Counter[str] = Counter()
-    for name, module in doors.items():
-        text = source.get(f"{module.replace('.', '/')}.py", "")
-        dead[name] += name not in {node.name for node in ast.parse(text).body if isinstance(node, Definition)}
-    return +dead
 
 
 # 2. Sizes
@@ -294,8 +263,6 @@ def breaches() -> dict[str, Counter[str]]:
     ours, foreign = private_reaches(library)
     return {
         "upward imports": upward_imports(library),
-        "ways out of the core": ways_out(library),
-        "dead doors": dead_doors(library, DOORS),
         "modules in a circle": circles(library),
         "too large": sizes(library),
         "private names of ours": ours,
@@ -320,16 +287,6 @@ def test_rules_can_fail():
         {"law/a.py": "from .b import f\n", "law/b.py": "from ..law import a\n", "law/c.py": "from . import a"}
     ) == {"law.a": 1, "law.b": 1}
     assert circles({"law/a.py": "from .b import f\n", "law/b.py": ""}) == {}
-    core = "from .runs.update import update\nname = 'distaccum.tools.cli:main'\nother = '.runs.parts'\nsaid = 'runs.'\n"
-    assert ways_out({"window.py": core, "runs/update.py": core, "doors.py": core}) == {
-        "window.py names runs.update.update": 1,
-        "window.py names distaccum.tools.cli:main": 1,
-        "window.py names .runs.parts": 1,
-    }
-    assert dead_doors({"runs/a.py": "def f(): pass\n"}, {"f": "runs.a", "g": "runs.a", "h": "runs.b"}) == {
-        "g": 1,
-        "h": 1,
-    }
     wide = f"def wide({', '.join('abcdefghi')}):\n    pass\n"
     assert sizes({"a.py": wide}) == {"a.py wide()": 9}
     assert sizes({"a.py": "class Long:\n" + "    a = 1\n" * 300}) == {"a.py Long": 301}

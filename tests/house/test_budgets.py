@@ -41,7 +41,7 @@ MEANT = {
 }
 # Those that have more: a number here becomes smaller, or its commit says what made it rise.
 HAVE = {
-    "accumulator.py": 300,
+    "accumulator.py": 305,
     "options.py": 215,
     "update.py": 95,
     "window.py": 435,
@@ -54,13 +54,13 @@ HAVE = {
     "ranks.py": 270,
     "private.py": 195,
     "job.py": 285,
-    "engines/": 1520,
+    "engines/": 1470,
     "engines/private/": 355,
     "wrappers/": 905,
-    "meshes/": 670,
+    "meshes/": 625,
     "extensions/": 360,
     "state/": 525,
-    "runs/": 1285,
+    "runs/": 1205,
     "trainers/": 530,
     "tools/": 570,
     "auditing/": 2950,

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..batch import map_tensors
-from ..guard import WAITING, refuse_missing_backward
-from ..job import Job
-from ..law import DistaccumError
+from .batch import map_tensors
+from .guard import WAITING, refuse_missing_backward
+from .job import Job
+from .law import DistaccumError
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
