@@ -130,7 +130,7 @@ class Peers:
         return rows if order is None else rows[order]
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """As many rows of each of the group's ranks, in order, on the device that they came from."""
+        """Rows of all the group's ranks, in order, on the device that they came from; each gives as many."""
         joined = self._joined(rows, self.groups)
         if len(self.groups) > 1:
             joined = joined.view(self.num_ranks, *rows.shape)[self._order_of(self.groups)].view(joined.shape)

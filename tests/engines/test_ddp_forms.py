@@ -112,7 +112,6 @@ def test_bucket_views_are_cleared_in_place():
 
 IMPOSSIBLE = {
     "SyncBatchNorm": "ranks have 1 to 2 micro-batches, and SyncBatchNorm communicates in each forward",
-    "static_graph": "ranks have 0 to 1 micro-batches, and DDP with static_graph=True must see a backward",
     "second group": "expected one data-parallel group",
 }
 
@@ -126,7 +125,6 @@ def test_impossible_models_and_windows_are_refused_on_all_ranks():
     groups = [DistributedDataParallel(nn.Linear(2, 2), process_group=group) for group in (None, own_group)]
     seen = {
         "SyncBatchNorm": refused(make(ddp)[1].window, own([[1], [1, 1]])),
-        "static_graph": refused(make(static_graph=True)[1].window, own([[1], []])),
         "second group": refused(make, nn.Sequential(*groups)),
     }
     assert {what: said for what, said in seen.items() if IMPOSSIBLE[what] not in said} == {}

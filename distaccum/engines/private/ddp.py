@@ -10,10 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...law import DistaccumError
 from ...private import needed, require
-from ..base import sparse_embeddings
 
 DDP, REDUCER = "torch.nn.parallel.DistributedDataParallel", "torch.distributed.Reducer"
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+STATIC = "a static graph is refused"
+# Of a wrapper: whether a backward reduces, a forward sends buffers, and a static graph has begun to reduce.
+FLAGS = "require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued"
 # Name, what for, since which version, and what happens without it.
 NAMES = (
     (f"{DDP}._check_sync_bufs_pre_fwd", "sends buffers before a forward", "2.9", "refused"),
@@ -26,7 +28,7 @@ NAMES = (
     (f"{DDP}._get_ddp_logging_data", "counts what DDP reduces", "2.9", "a late freeze is found in the reduction"),
     (f"{REDUCER}._rebuild_buckets", "rebuilds buckets in the window's own time", "2.9", "refused"),
     (f"{REDUCER}._reset_state", "forgets a forward", "2.9", "refused"),
-    (f"{REDUCER}._get_zeros_like_grad_buckets", "names what DDP reduces", "2.9", "refused"),
+    (f"{DDP}._static_graph_delay_allreduce_enqueued", "keeps a static graph from reducing", "2.9", STATIC),
     (f"{IN_BACKWARD}._in_backward_optimizers", "refuses such optimizers", "2.9", "they go unseen"),
     ("torch.distributed.tensor.parallel.ddp._st_info", "refuses parts of a DTensor", "2.9", "they go unseen"),
     ("torch.nn.parallel.distributed._DDPSinkBackward", "the loss's node before DDP's", "2.9", "that node itself"),
@@ -35,7 +37,7 @@ NAMES = (
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     """Refuses a DDP that reduces some parameters, or steps, by itself; without the optional names this is unknown."""
-    require("torch", wrapper, *needed(NAMES, DDP))
+    require("torch", wrapper, *needed(NAMES, DDP, *([STATIC] if wrapper.static_graph else [])))
     require("torch", wrapper.reducer, *needed(NAMES, REDUCER))
     if getattr(wrapper, "_delay_all_reduce_params", ()):
         raise ValueError(
@@ -68,13 +70,10 @@ def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
         for name, parameter in wrapper.module.named_parameters()
         if (name if "." in name else f".{name}") not in wrapper.parameters_to_ignore
     }
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        # The library averages them, frozen or not.
+        return named
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if wrapper.find_unused_parameters and len(trained) < len(named) and not sparse_embeddings([wrapper]):
-        # Some may have been frozen since (which DDP allows here) or unfrozen (which it does not see). Copies of its
-        # buckets tell; torch cannot make one of sparse gradients.
-        buckets = wrapper.reducer._get_zeros_like_grad_buckets()
-        known = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
-        return {name: parameter for name, parameter in named.items() if id(parameter) in known}
     logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
     if (wrapped := logged.get("num_parameter_tensors", len(trained))) != len(trained):
         raise ValueError(
@@ -84,9 +83,17 @@ def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return trained
 
 
-def communicate_before_forward(wrapper: DistributedDataParallel, *, disarms: bool) -> bool:
+def hold_back(wrapper: DistributedDataParallel, *, sends_buffers: bool) -> None:
+    """Keeps backwards from reducing; a module's own setting of an attribute takes 6 us.
+
+    A static graph would all the same reduce in its first backward (pytorch#143580), unless it had done so.
+    """
+    vars(wrapper).update(zip(FLAGS, (False, sends_buffers, True), strict=True))
+
+
+def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
     """Sends now what DDP's forward would, as Join does; returns whether a forward also sends buffers at its end."""
-    if disarms:
+    if not wrapper.static_graph:
         disarm(wrapper)
     if wrapper._join_config.enable:
         raise DistaccumError(
