@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .adapter import Prepared
+from .agreement import heard_by_all
 from .batch import Batch, Count, Names, count_samples
 from .batches import Batches, cut_up
 from .choosing import adapters_for, choose_engine
@@ -119,12 +120,13 @@ class Accumulator:
         extensions: Sequence[Extension] = (),
     ) -> None:
         sizes = steps, batch_size, micro_batch_size
-        config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
-        self._config = config
-        given = Prepared(model, optimizer, scheduler, scaler, adapters_for(accelerator))
-        job = Job(config, given, choose_engine(given.models, sync, mesh))
-        join_all(extensions, job, RandomNumbers())
-        self._planner = Planner(job, Places(job))
+        with heard_by_all():
+            config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
+            self._config = config
+            given = Prepared(model, optimizer, scheduler, scaler, adapters_for(accelerator))
+            job = Job(config, given, choose_engine(given.models, sync, mesh))
+            join_all(extensions, job, RandomNumbers())
+            self._planner = Planner(job, Places(job))
 
     def __getstate__(self) -> dict[str, Any]:
         # A shallow copy would not call it.

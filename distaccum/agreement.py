@@ -5,7 +5,8 @@ Ranks exchange one row of checksums, once. Only if these differ do they exchange
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .job import Job
-from .law import DistaccumError
+from .law import DistaccumError, LostRanksError
 from .norms import local, names_of
-from .text import shorten
+from .private import NO_STORE, store
+from .text import in_short, shorten
 
 # Of a norm: copies may be off by the order in which ranks added sparse rows.
 ROUNDING = 1e-3
@@ -47,7 +49,8 @@ def compare(job: Job) -> None:
     if not peers.is_alone:
         subjects = _subjects(job)
         checksums = [float(crc32(repr(part).encode())) for subject in subjects for part in subject]
-        rows = peers.gather(checksums, everyone=True)
+        with _all_coming(peers.ranks) if job.compared is None else nullcontext():
+            rows = peers.gather(checksums, everyone=True)
         for i in range(0, len(checksums), 2):
             pairs = {(row[i], row[i + 1]) for row in rows}
             # Several values of one key.
@@ -56,6 +59,47 @@ def compare(job: Job) -> None:
                 for own in dict.fromkeys(repr(key) for _, key, _ in gathered):
                     _refuse_differences({rank: values for rank, key, values in gathered if repr(key) == own})
     job.compared = job.trainable()
+
+
+@contextmanager
+def heard_by_all() -> Iterator[None]:
+    """Leaves a note in the job's store if the block, which makes an Accumulator, fails; `_all_coming` reads it."""
+    why = ""
+    try:
+        yield
+    except Exception as error:
+        why = in_short(error)
+        raise
+    finally:
+        with suppress(*NO_STORE):
+            store().set(f"distaccum/failed/{dist.get_rank()}", why)
+
+
+@contextmanager
+def _all_coming(ranks: Sequence[int]) -> Iterator[None]:
+    """A block to which all of `ranks` shall come; if it fails and some did not, the error names them."""
+    place = f"distaccum/{crc32(repr(ranks).encode())}"
+    rank = dist.get_rank()
+    times = 0
+    with suppress(*NO_STORE):
+        times = store().add(f"{place}/{rank}", 1)
+    try:
+        yield
+    except LostRanksError as error:
+        absent = list[str]()
+        why = ", which did not come to it"
+        with suppress(*NO_STORE):
+            absent = [str(other) for other in ranks if store().add(f"{place}/{other}", 0) < times]
+            notes = [f"distaccum/failed/{other}" for other in absent]
+            texts = [store().get(note).decode() for note in notes if store().check([note])]
+            why = next((f" ({text})" for text in texts if text), why)
+        if not absent:
+            raise
+        raise LostRanksError(
+            f"rank {rank} lost contact with the other ranks: it waited in its first window for rank "
+            f"{', '.join(absent)}{why}; make the Accumulator and its windows on all ranks, alike, and start all ranks "
+            "again"
+        ) from error
 
 
 def _subjects(job: Job) -> Subjects:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .law import DistaccumError
@@ -22,8 +23,18 @@ NAMES = (
     ("torch.Tensor._version", "tells whether a tensor was written to", "2.9", "only a new tensor is noticed"),
     ("torch.Tensor._base", "tells views, as of DDP's buckets", "2.9", "no loader's memory is watched"),
     ("torch.optim.Optimizer._optimizer_step_pre_hooks", "knows whether our hook is last", "2.9", "made anew"),
+    ("torch.distributed.distributed_c10d._get_default_store", "who is missing, and why", "2.9", "errors name no rank"),
 )
 SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
+
+
+# There is no store, or it is gone with the rank that had it.
+NO_STORE = RuntimeError, ValueError, AttributeError
+
+
+def store() -> Any:
+    """The store by which the job's ranks met; one of NO_STORE if there is none, or the name is missing."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def has_step_hooks(optimizer: object) -> bool:

@@ -103,7 +103,7 @@ def waiting(how, comes_late):
     group = dist.new_group(timeout=timedelta(seconds=3))
     model = DistributedDataParallel(trunk(), process_group=group)
     optimizer = SGD(model.parameters(), lr=0.1)
-    if comes_late:  # the library's own groups are there already
+    if comes_late:  # another Accumulator is there already
         Accumulator(model, optimizer)
     options = {"steps": 0} if how == "fails" else {"scheduler": ReduceLROnPlateau(optimizer)} if how == "late" else {}
     said = ""
@@ -115,17 +115,24 @@ def waiting(how, comes_late):
     return said
 
 
-# It was named, with its error, by notes in the job's store; now the others wait for it as they do for any lost rank.
-@pytest.mark.parametrize("how", ["not made", "fails", "late", "no window"])
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("not made", ", which did not come to it"),
+        ("fails", " (ValueError: steps=0, expected a whole number"),
+        ("late", " (TypeError: ReduceLROnPlateau needs a metric, "),
+        ("no window", ", which did not come to it"),
+    ],
+)
 @pytest.mark.parametrize("comes_late", [False, True])
-def test_rank_that_does_not_come_is_an_error_within_the_timeout(how, comes_late):
+def test_rank_that_does_not_come_is_named_with_the_error_that_kept_it(how, where, comes_late):
     ranks = Ranks(2)  # of its own, since the group cannot be used any more
     try:
         said, _ = ranks.run(waiting, how, comes_late)
     finally:
         ranks.stop()
     assert said.startswith(
-        "LostRanksError: rank 0 lost contact with the other ranks: one has died, failed, or exceeded"
+        f"LostRanksError: rank 0 lost contact with the other ranks: it waited in its first window for rank 1{where}"
     )
 
 
