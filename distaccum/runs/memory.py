@@ -153,9 +153,11 @@ def measure(job: Job, batches: Batches) -> tuple[bool, tuple[int, int]]:
         # A micro-batch of one row could not be cut further.
         lengths = [cost for cost, rows in zip(costs, lengths, strict=True) if rows > 1] or [1]
     largest, width = max(lengths, default=0), largest_sample(batches.micro_batches)
-    # Each forward or backward waits for all ranks.
-    in_step = engine.lockstep and engine.sync != "gathered"
-    is_believed = in_step and not (job.config.most == "auto" and "gathered" in engine.policies)
+    is_believed = (
+        engine.lockstep
+        and engine.sync != "gathered"
+        and not (job.config.most == "auto" and "gathered" in engine.policies)
+    )
     return not is_believed and not fit_of(job).is_proven(largest, width), (largest, width)
 
 

@@ -61,9 +61,15 @@ class FailedElsewhere(Exception):  # noqa: N818
     """Another rank failed, as a vote said; it never leaves this library."""
 
 
+def is_out_of_reach(engine: Engine, window: Window) -> bool:
+    """True if other ranks wait for this one in each forward or backward of a window, where no vote can reach them."""
+    gathers = engine.sync == "gathered" or (window.plan.reduce_afterwards and "gathered" in engine.policies)
+    return (engine.peers.num_ranks > 1 and engine.lockstep and not gathers) or bool(engine.peers.beside)
+
+
 @final
 class Agreement(Extension):
-    """Makes ranks agree that none has failed before any of them reduces."""
+    """Makes ranks agree that none has failed before any of them reduces, where they can hear of it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -71,7 +77,7 @@ class Agreement(Extension):
         self.is_reducing = False
 
     def before_backward(self, window: Window, reduces: bool) -> None:
-        if reduces:
+        if reduces and not is_out_of_reach(self._engine, window):
             self.agree()
             self.is_reducing = True
 
@@ -164,15 +170,15 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
             if agreement.is_reducing and peers.num_ranks > 1:
                 raise error
             peers.tell(error)
-        try:
-            if is_own:
-                agreement.agree(failed=True)
-            everyone = peers.gather_objects((told, is_fault, is_short), everyone=True)
-        except DistaccumError as lost:
+        if is_out_of_reach(planner.job.engine, window):
             raise DistaccumError(
-                f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "
-                f"collective of the model's wrapper ({in_short(error)}); start all ranks again, from a checkpoint"
-            ) from lost
+                f"rank {peers.rank} failed where the other ranks cannot hear of it before the group's timeout, since "
+                f"they wait for it in a collective of the model's wrapper ({told}); start all ranks again, from a "
+                "checkpoint"
+            ) from error
+        if is_own:
+            agreement.agree(failed=True)
+        everyone = peers.gather_objects((told, is_fault, is_short), everyone=True)
         texts, faults, shorts = zip(*everyone, strict=True)
         # Where one has a fault, ranks short of memory are told of too: they may have kept the others waiting.
         all_or_none(
