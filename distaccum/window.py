@@ -16,7 +16,7 @@ from .batches import LocalPart, Pace
 from .batchnorm import untouched_statistics
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
-from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start
+from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start, few_of
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .parts import each_head, each_part
@@ -201,12 +201,16 @@ class Window(Generic[Batch]):
         """Raises if a backward is not allowed now; returns whether it may reduce."""
         if self.turn != WAITING:
             guard.refuse_backward(self)
-        if self._is_first and self._engine.stale(self.parameters):
+        if self._is_first and self._engine.stale(few_of(self.parameters)):
             give_up(self, "gradients came into the window that its backward() did not make")
         if self._tamper.differs():
             give_up(self, TAMPERED)
-        is_last = self.micro_step == self.num_micro_steps - 1
-        return not self.has_more_parts and (is_last or self.micro_step < self._num_early)
+        return self._is_last or (not self.has_more_parts and self.micro_step < self._num_early)
+
+    @property
+    def _is_last(self) -> bool:
+        """True if the backward that comes, or was, is the window's last on this rank."""
+        return not self.has_more_parts and self.micro_step == self.num_micro_steps - 1
 
     def _run(self, may_reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Runs a backward by calling `call`, and tells the extensions before and after."""
@@ -224,7 +228,7 @@ class Window(Generic[Batch]):
         for heard in self._hooks["after_backward"]:
             heard(self)
         self.turn, self._is_first = DONE, False
-        self._tamper.look(self._job.trained or self.parameters)
+        self._tamper.look(self._job.trained or self.parameters, is_last=self._is_last)
         return outputs
 
     def _finish(self) -> None:

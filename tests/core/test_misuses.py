@@ -327,3 +327,14 @@ def test_name_of_a_module_inside_is_named_with_it(name):
     module = f"distaccum.{distaccum._ELSEWHERE[name]}"
     with pytest.raises(ImportError, match=rf"{name} is in {module}: from {module} import {name}"):
         exec(f"from distaccum import {name}")
+
+
+@pytest.mark.parametrize(("micro_step", "is_seen"), [(0, False), (1, True)])
+def test_change_of_one_gradient_of_many_is_seen_after_the_last_backward(micro_step, is_seen):
+    model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(100)])
+    window = Accumulator(model, SGD(model.parameters(), lr=0.1)).window([torch.ones(1)] * 2)
+    with pytest.raises(DistaccumError, match="changed in mid-window") if is_seen else contextlib.nullcontext():
+        for number, x in enumerate(window):
+            window.backward(sum((parameter * x).sum() for parameter in model))
+            if number == micro_step:
+                model[1].grad.zero_()
