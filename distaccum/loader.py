@@ -50,12 +50,16 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
         self._windows.close()
 
 
-def _windows(planner: Planner, loader: Any, ahead: bool) -> Generator[Window]:
-    job, reading = planner.job, Loader(planner, loader, ahead=ahead)
-    with ExitStack() as stack:
-        stack.callback(reading.leave, loader)
+def _windows(
+    planner: Planner, loader: Any, ahead: bool, is_ending: Callable[[], bool] = sys.is_finalizing
+) -> Generator[Window]:
+    job = planner.job
+    reading = Loader(planner, loader, ahead=ahead)
+    left = ExitStack()
+    left.callback(reading.leave, loader)
+    try:
         for adapter in job.adapters:
-            stack.enter_context(adapter.reading(loader, reading.is_in_last))
+            left.enter_context(adapter.reading(loader, reading.is_in_last))
         while not (window := reading.next_window()).plan.epoch_over:
             try:
                 yield window
@@ -69,6 +73,10 @@ def _windows(planner: Planner, loader: Any, ahead: bool) -> Generator[Window]:
                     planner.close_previous()
                 break
         reading.end(loader)
+    finally:
+        # As the interpreter ends, modules have lost their names.
+        if not is_ending():
+            left.close()
 
 
 @final
