@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NoReturn, final
 
@@ -211,7 +211,7 @@ class Record:
         self.shows_norm = False
         self._divisor = engine.divisor
         self.sums: dict[str, Tensor] = {}  # of the extensions' numbers, by key
-        self._sending: Any = None
+        self._end_sum: Callable[[], None] | None = None
         self._losses: Tensor | list[Loss] = []
         if flags is None and engine.peers.is_alone and not numbers:
             self._losses = losses.totals()
@@ -225,11 +225,12 @@ class Record:
             self._values = torch.cat(pieces)
             self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
             self.sums = dict(zip(numbers, others, strict=False))
-        self._sending = engine.peers.sum(self._values)
+        self._end_sum = engine.peers.sum(self._values)
 
     def wait(self) -> None:
-        if self._sending is not None:
-            self._sending.wait()
+        if self._end_sum is not None:
+            self._end_sum()
+            self._end_sum = None
 
     def losses(self) -> list[float]:
         """Waits for the sum, and returns the losses by name over all ranks."""

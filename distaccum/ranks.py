@@ -11,8 +11,8 @@ import logging
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar, final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,7 @@ class Peers:
         self.num_data_ranks, self.is_alone, self.ranks = self.num_ranks, self.num_ranks == 1, self.here
         self._order: list[int] = []  # of the rows that all ranks have gathered
         self._served: tuple[Groups, set[str]] = ((), set())
+        self._stream: Any = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -103,8 +104,8 @@ class Peers:
         groups = (*self.beside, *self.groups) if everyone else self.groups
         if not groups or not row:
             return list(row)
-        values = torch.tensor(row, dtype=torch.float64, device=self._device())
-        with in_contact():
+        with in_contact(), self._aside():
+            values = torch.tensor(row, dtype=torch.float64, device=self._device())
             for group in groups:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
             return values.tolist()
@@ -143,11 +144,11 @@ class Peers:
     def _rows(self, row: Any, groups: Groups) -> Tensor:
         """A row of each rank, all of one length, on the host."""
         own = torch.as_tensor(row, dtype=None if isinstance(row, Tensor) else torch.float64, device="cpu")
-        return self._joined(own[None], groups).cpu()
+        with self._aside():
+            return self._joined(own[None], groups).cpu()
 
     def _joined(self, rows: Tensor, groups: Groups) -> Tensor:
-        if rows.device.type not in self._kinds():
-            rows = rows.to(self._device())
+        rows = self._there(rows)
         with in_contact():
             for group in groups:
                 of_ranks = rows.new_empty(dist.get_world_size(group) * len(rows), rows.shape[1])
@@ -165,6 +166,20 @@ class Peers:
         kind = min(kinds)
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
+    def _there(self, tensor: Tensor) -> Tensor:
+        """The tensor, where the groups' backends can send it."""
+        return tensor if tensor.device.type in self._kinds() else tensor.to(self._device())
+
+    def _aside(self) -> AbstractContextManager[Any]:
+        """A stream of its own for the block, if a device has streams: to read a row waits for no other kernel then."""
+        device = self._device()
+        if device.type == "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
+            return nullcontext()
+        module: Any = torch.get_device_module(device)
+        self._stream = self._stream or module.Stream(device)
+        aside: AbstractContextManager[Any] = module.stream(self._stream)
+        return aside
+
     def _kinds(self) -> set[str]:
         """The types of devices that all the groups' backends serve."""
         groups = (*self.beside, *self.groups)
@@ -174,20 +189,28 @@ class Peers:
             self._served = groups, set.intersection(*sets) if sets else set()
         return self._served[1]
 
-    def sum(self, values: Tensor) -> Sent | None:
-        """Starts to sum `values` over the ranks with other losses, in place once they are waited for; None if alone."""
+    def sum(self, values: Tensor) -> Callable[[], None] | None:
+        """Starts to sum `values` over the ranks with other losses; None if alone. What it returns ends it, in place."""
         groups = [group for group in (*self.stages, *self.groups) if dist.get_world_size(group) > 1]
         if not groups:
             return None
-        there = values if values.device.type in self._kinds() else values.to(self._device())
+        there = self._there(values)
         with in_contact():
             for group in groups[:-1]:
                 dist.all_reduce(there, group=group)
-            return Sent(dist.all_reduce(there, group=groups[-1], async_op=True), values, there)
+            work = dist.all_reduce(there, group=groups[-1], async_op=True)
+
+        def wait() -> None:
+            with in_contact():
+                work.wait()
+            if there is not values:
+                values.copy_(there)
+
+        return wait
 
     def sum_parts(self, values: Tensor) -> None:
         """Sums `values` over the group's ranks, in place."""
-        there = values if values.device.type in self._kinds() else values.to(self._device())
+        there = self._there(values)
         with in_contact():
             for group in self.groups:
                 dist.all_reduce(there, group=group)
@@ -223,21 +246,3 @@ def raise_if_lost(error: BaseException) -> None:
             f"group's timeout ({in_short(error)}). The group cannot be used any more; start all ranks again, from a "
             "checkpoint"
         ) from error
-
-
-@final
-class Sent:
-    """A sum in flight, which a step waits for before it ends."""
-
-    def __init__(self, work: Any, values: Tensor, there: Tensor) -> None:
-        self._work, self._values, self._there = work, values, there
-
-    def wait(self) -> None:
-        """Waits for the other ranks."""
-        if self._work is None:
-            return
-        with in_contact():
-            self._work.wait()
-        if self._there is not self._values:
-            self._values.copy_(self._there)
-        self._work = None

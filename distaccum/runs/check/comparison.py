@@ -169,8 +169,8 @@ class Comparison:
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()
-            if (reduction := engine.peers.sum(sums)) is not None:
-                reduction.wait()
+            if (end_sum := engine.peers.sum(sums)) is not None:
+                end_sum()
             once = 1 / engine.peers.num_ranks if is_bare else 1.0
             scale, zero = once if scaler is None else once / scaler.get_scale(), torch.zeros(())
             gradients = [zero if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters]
