@@ -42,7 +42,7 @@ from .runs.check.report import Report, check
 from .runs.contrast import Encode, PairsLoss, contrast
 from .runs.update import LossFn, update
 from .state.checkpoint import load_state, state_dict_of
-from .state.places import Places
+from .state.place import Place
 from .state.randomness import RandomNumbers
 from .text import plural
 from .update import Update
@@ -126,7 +126,7 @@ class Accumulator:
             given = Prepared(model, optimizer, scheduler, scaler, adapters_for(accelerator))
             job = Job(config, given, choose_engine(given.models, sync, mesh))
             join_all(extensions, job, RandomNumbers())
-            self._planner = Planner(job, Places(job))
+            self._planner = Planner(job, Place(job))
 
     def __getstate__(self) -> dict[str, Any]:
         # A shallow copy would not call it.

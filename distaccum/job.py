@@ -44,8 +44,7 @@ class Start:
     """The place where a window began that is planned and not stepped: a job that resumes begins there."""
 
     random: Any = None  # The random numbers as its loop began; None before that.
-    place: Any = None  # Of its loader among others (state/places.py).
-    position: Any = None  # The loader's, before its micro-batches.
+    position: Any = None  # The loader's, before its micro-batches (state/place.py).
     may_be_stepped: bool = False  # The caller steps, and may have done so.
 
 

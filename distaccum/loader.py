@@ -97,11 +97,11 @@ class Loader:
         # An iterator whose loop was left goes on with what was drawn of it.
         kept = next((reader for reader in planner.left if reader.of() is loader), None)
         planner.left = [reader for reader in planner.left if reader is not kept and reader.of() is not None]
-        going_on, random, places = kept and kept.source, job.random, planner.places
+        random, place = job.random, planner.place
         # An empty loader has a reason if it was left before, or a state was just loaded.
         self._may_be_empty = kept is not None or (random is not None and random.loaded is not None)
         # Of a loader that tells its state: it is told what becomes of the items.
-        self._pass: Any = places and places.open(loader, going_on or None)
+        self._pass: Any = place and place.open(loader, (kept and kept.source) or None)
         source = self._pass or loader
         if kept is not None:
             kept.resume(source)
@@ -111,12 +111,10 @@ class Loader:
         """Plans the next window, which is empty if no rank has a micro-batch left."""
         planner, job = self._planner, self._job
         before = job.start
-        if self._pass is not None:
-            self._pass.join()
         planner.begin()
         part = local_part(job, self._batches)
         if self._pass is not None:
-            self._pass.start()
+            planner.place.start(self._pass)
         if part.error is not None:
             self._use(0 if self._reader.drop_error(self._num) else self._num)
             if self._communicates and not part.report.num_drawn:
@@ -124,8 +122,8 @@ class Loader:
                 all_or_none((), part.take_error(), "")
         window = planner.window_of(part, job.engine.peers.plan(part.report), pace=self.pace)
         is_last = window.plan.no_more_after or window.plan.epoch_over
-        if planner.places is not None:
-            planner.places.are_read = is_last
+        if planner.place is not None:
+            planner.place.is_read = is_last
         self._use(self._num)
         self._num_ahead = self._expected(job.index + 1) if self._reads_ahead and not is_last else 0
         if not self._num_ahead:
@@ -222,7 +220,7 @@ class Reader:
 
     Attributes:
         drawn: The items that are not used yet.
-        source: The loader; or, if it tells its state, a pass over it (`state/places.py`).
+        source: The loader; or, if it tells its state, a pass over it (`state/place.py`).
     """
 
     def __init__(self, loader: Iterable[Any], before_opening: Callable[[], object] = bool) -> None:

@@ -33,12 +33,13 @@ class Planner:
     """Plans the windows of one Accumulator.
 
     Attributes:
-        places: The positions of loaders, for a state; None in a trial.
+        place: The loader's position, for a state; None in a trial.
         left: Readers of iterators whose loop was left, with items that were drawn of them.
     """
 
-    def __init__(self, job: Job, places: Any = None) -> None:
-        self.job, self.places = job, places
+    def __init__(self, job: Job, place: Any = None) -> None:
+        self.job = job
+        self.place = place
         self._window: weakref.ref[Window] | None = None
         self.left: list[Any] = []
         _guard_steps(self)

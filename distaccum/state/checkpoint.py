@@ -1,4 +1,4 @@
-"""State: makes and loads a rank's checkpoint, with its random numbers and its loaders' positions."""
+"""State: makes and loads a rank's checkpoint, with its random numbers and its loader's position."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from ..runs.memory import fit_of
 from ..text import in_short, warn
 
 Part = dict[str, Any]
-NOTHING: Part = {"random": None, "is_between": True, "loaders": []}
+NOTHING: Part = {"random": None, "is_between": True, "loader": None}
 OF_STATE = "; give what state_dict() gave, of this version"
 
 
 def state_dict_of(planner: Planner) -> dict[str, Any]:
-    """The state where the next update begins, with this rank's random numbers and its loaders' positions."""
-    job, start = planner.job, planner.job.start
-    if start is not None and start.may_be_stepped:
+    """The state where the next update begins, with this rank's random numbers and its loader's position."""
+    job = planner.job
+    if job.start is not None and job.start.may_be_stepped:
         raise DistaccumError(
             "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
             "been stepped already; take it after window.step()"
         )
-    numbers = (start is not None and start.random) or job.random.now()
-    part = {"random": numbers, "is_between": planner.places.is_between(), "loaders": planner.places.positions()}
+    part = {
+        "random": job.random.now(job.start),
+        "is_between": planner.place.is_between(),
+        "loader": planner.place.position(),
+    }
     return {
         "index": job.index,
         "skipped": job.skipped,
@@ -81,7 +84,7 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     planner.clear_orphan(warns=False)
     job.epochs.clear()
     job.random.resume(part["random"], is_between=part["is_between"])
-    planner.places.load(part["loaders"])
+    planner.place.load(part["loader"])
     job.index, job.skipped, job.start, job.fit = index, skipped, None, learned
     if job.scaler is not None:
         job.scaler.load_state_dict(scaler)
@@ -102,7 +105,7 @@ def _pack(part: Part) -> bytes:
     try:
         torch.save(part, box)
         # This fails now, not in the job that wants to resume.
-        if part["loaders"]:
+        if part["loader"]:
             torch.load(io.BytesIO(box.getvalue()), weights_only=True)
     except Exception as error:
         held = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -136,12 +139,12 @@ def _part_for(state: Mapping[str, Any], saved: int, job: Job) -> Part:
     if saved != ranks:
         job.once(
             "ranks",
-            f"the state is of {saved} ranks and this job has {ranks}: the positions of loaders and the random numbers "
+            f"the state is of {saved} ranks and this job has {ranks}: the loader's position and the random numbers "
             "are left out",
         )
     elif f"rank {rank}" in state:
         return _unpack(state[f"rank {rank}"])
-    elif any(_unpack(part)["loaders"] for name, part in state.items() if name.startswith("rank ")):
+    elif any(_unpack(part)["loader"] for name, part in state.items() if name.startswith("rank ")):
         raise DistaccumError(
             f"the state was taken on another rank and has no loader's position for rank {rank}; save and load the "
             "state_dict() of every rank"

@@ -201,11 +201,10 @@ def _wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
 # By kind of loader: the cells and the updates in which the job stops, on one process and on two uneven ranks.
 CELLS = {
     "own": (EVERYWHERE, (1, 2, 3), SOMEWHERE, (1, 3)),
-    "own, two in turn": (EVERYWHERE, (2, 3, 4), SOMEWHERE[1:2], (4,)),
     "plain": (EVERYWHERE, (1, 2), SOMEWHERE[1:2], (1,)),
+    "plain, two in turn": (EVERYWHERE, (2, 3, 4), SOMEWHERE[1:2], (4,)),
     "iterator": (SOMEWHERE, (1, 2), [], ()),
     "torchdata 0": (EVERYWHERE, (1, 3), SOMEWHERE[:1], (1,)),
-    "torchdata 0 two in turn": (SOMEWHERE, (3, 4), [], ()),
     "torchdata 1": (SOMEWHERE[:2], (3,), [], ()),
     "torchdata 2": (SOMEWHERE[1:2], (1,), [], ()),
 }

@@ -194,7 +194,7 @@ def test_state_in_mid_window_loads_on_another_number_of_ranks(ranks):
     found["2 ranks and this job has 1"] = on_others(ranks(2).run(on_others, None)[0][1][0])
     for sizes, (values, _, (message,)) in found.items():
         assert max(float((a - b).abs().max()) for a, b in zip(values, whole, strict=True)) <= 1e-12
-        assert f"the state is of {sizes}: the positions of loaders and the random numbers are left out" in message
+        assert f"the state is of {sizes}: the loader's position and the random numbers are left out" in message
 
 
 def test_state_without_the_place_of_this_ranks_loader_is_refused():
@@ -330,7 +330,7 @@ def test_loader_state_that_cannot_be_loaded_is_refused_on_saving():
 
 @pytest.mark.parametrize("kind", [numpy.random.MT19937, numpy.random.PCG64])
 def test_state_follows_numpys_generator_however_it_is_moved(kind):
-    """A window asks for its numbers only where they moved; a second normal number that is ready shows in no word."""
+    """A second normal number that is ready is part of its state."""
     moves = [numpy.random.rand, numpy.random.randn, numpy.random.randn, lambda: numpy.random.shuffle([1, 2, 3])]
     moves += [lambda: None, lambda: numpy.random.seed(3)][: 2 if kind is numpy.random.MT19937 else 1]
     before = numpy.random.get_bit_generator()
