@@ -53,14 +53,18 @@ class Estimate:
     ) -> None:
         """`row` returns the sums of `numbers`; `norm` is that of the window's mean gradient, and `total` its count."""
         # Of |G|^2, tr(S) and weights, decaying.
-        self._before, self._row, self._norm, self.total = before, row, norm, total
+        self._before = before
+        self._row = row
+        self._norm = norm
+        self.total = total
         # Small, per_sample and large, as in `split`.
         self.norms: list[Tensor] = []
 
     @cached_property
     def sums(self) -> Tensor:
         # It refers to the update, and is dropped.
-        row, self._row = self._row(), lambda: None
+        row = self._row()
+        self._row = lambda: None
         if row is None:
             return self._before
         squares, per_sample, num = row.unbind()
@@ -93,7 +97,8 @@ class NoiseScale(Extension):
     _last: Estimate
 
     def join(self, job: Job) -> None:
-        engine, config = job.engine, job.config
+        engine = job.engine
+        config = job.config
         if len(set(config.reductions.values())) > 1 or len(set(map(id, config.counts.values()))) > 1:
             raise ValueError(
                 f"NoiseScale() with several denominators ({', '.join(config.reductions)}), expected one: a noise scale "
@@ -104,7 +109,10 @@ class NoiseScale(Extension):
             why = "whose ranks have parts of the same samples; use data parallelism alone"
         if why is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")
-        self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
+        self._engine = engine
+        self._parameters = job.stepped
+        self._scaler = job.scaler
+        self._once = job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
         # The step computes it for another purpose.
         self._norm_follows = looks or config.max_norm is not None
@@ -147,7 +155,8 @@ class NoiseScale(Extension):
         self._is_early = False
         gradients = map(self._engine.read_grad, self._leaves()) if self._norms is None else self._norms.values()
         own = total_norm([gradient for gradient in gradients if gradient is not None])
-        (count, *_), (total, *_) = window.micros[0].counts, window.counts.values()
+        count, *_ = window.micros[0].counts
+        total, *_ = window.counts.values()
         # The loss was multiplied by its share.
         share = share_of(self._reduction, count, total, self._engine.divisor)
         norm = self._unscaled(own) / (share if self._reduction == "mean" else share * count)

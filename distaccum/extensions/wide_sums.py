@@ -95,4 +95,5 @@ class WideSums(Extension):
         for hook in self._hooks:
             hook.remove()
         self._sums.clear()
-        self._hooks, self._is_running = [], False
+        self._hooks = []
+        self._is_running = False

@@ -43,14 +43,16 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
     job = planner.job
     refuse_closure(job.engine, "contrast")
     extensions = [extension for extension in job.extensions if extension.in_contrast]
-    draw, run = cut_up(batch, job, columns, in_order=True), partial(_run_contrast, job, encode, loss_fn)
+    draw = cut_up(batch, job, columns, in_order=True)
+    run = partial(_run_contrast, job, encode, loss_fn)
     update = retry(planner, extensions, draw, RunMode(is_sum=True), run)
     job.num_contrasts += 1
     return update
 
 
 def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement: Agreement) -> None:
-    engine, peers = job.engine, job.engine.peers
+    engine = job.engine
+    peers = job.engine.peers
     window.begin()
     if window.plan.is_empty:
         # Its loop completes it.
@@ -78,7 +80,8 @@ def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, 
     ]
     carried = [(p, g / window.plan.num_micro_batches) for p, g in of_parameters if not hasattr(p, "to_local")]
     # Checking that encode returns the same again costs a read on the host, so only the first windows do it.
-    verifies, differences = job.num_contrasts < PROOFS, list[Tensor]()
+    verifies = job.num_contrasts < PROOFS
+    differences = list[Tensor]()
     set_random_state(before.random)
     for micro_batch in window:
         again = _tensors_of(encode(micro_batch))
@@ -141,7 +144,8 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
     joined = [torch.cat(parts) for parts in zip(*encoded, strict=True)]
     kinds = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in joined]
     everyone = peers.gather_objects((kinds, len(joined[0]) if joined else 0, torch.initial_seed()))
-    lengths, given = [length for _, length, _ in everyone], [kinds for kinds, length, _ in everyone if length]
+    lengths = [length for _, length, _ in everyone]
+    given = [kinds for kinds, length, _ in everyone if length]
     if any(kinds != given[0] for kinds in given):
         raise DistaccumError(
             f"encode() gave the ranks {given} representations, expected as many, with rows of one dtype and shape"
@@ -246,7 +250,8 @@ def _verify(peers: Peers, loss: Tensor, differences: Sequence[Tensor]) -> None:
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """The tensors to whose gradients a backward from the loss adds."""
-    seen, waiting = set(), [loss.grad_fn]
+    seen = set()
+    waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

@@ -93,8 +93,11 @@ class MicroBatchSize:
         if largest <= 1:
             return False
         self.wait = min(self.wait * 2, LONGEST_WAIT) if 0 < self.good < largest else FIRST_WAIT
-        self.good, self.proofs = min(self.good, largest - 1), [proof for proof in self.proofs if proof[0] < largest]
-        self.size, self.too_large, self.since = max(self.good, -(-largest // 2)), largest, 0
+        self.good = min(self.good, largest - 1)
+        self.proofs = [proof for proof in self.proofs if proof[0] < largest]
+        self.size = max(self.good, -(-largest // 2))
+        self.too_large = largest
+        self.since = 0
         return True
 
     def is_proven(self, largest: int, width: int) -> bool:
@@ -116,7 +119,8 @@ class MicroBatchSize:
         if self.since >= self.wait and self.size != self.most:
             # Half way to the size that did not fit, or that size itself.
             larger = max(self.size + 1, (self.size + self.too_large) // 2)
-            self.size, self.since = larger if self.most is None else min(larger, self.most), 0
+            self.size = larger if self.most is None else min(larger, self.most)
+            self.since = 0
 
     def state(self) -> dict[str, Any]:
         """The learned sizes alone: requested and proven sizes are valid only for this process and device."""
@@ -148,16 +152,17 @@ def measure(job: Job, batches: Batches) -> tuple[bool, tuple[int, int]]:
 
     If ranks run in lockstep, a failure on one cannot be undone either way, so a requested size is trusted.
     """
-    engine, lengths, costs = job.engine, batches.lengths or [], batches.costs
+    engine = job.engine
+    lengths = batches.lengths or []
+    costs = batches.costs
     if costs is not None:
         # A micro-batch of one row could not be cut further.
         lengths = [cost for cost, rows in zip(costs, lengths, strict=True) if rows > 1] or [1]
-    largest, width = max(lengths, default=0), largest_sample(batches.micro_batches)
-    is_believed = (
-        engine.lockstep
-        and engine.sync != "gathered"
-        and not (job.config.most == "auto" and "gathered" in engine.policies)
-    )
+    largest = max(lengths, default=0)
+    width = largest_sample(batches.micro_batches)
+    # Each forward or backward waits for all ranks.
+    in_step = engine.lockstep and engine.sync != "gathered"
+    is_believed = in_step and not (job.config.most == "auto" and "gathered" in engine.policies)
     return not is_believed and not fit_of(job).is_proven(largest, width), (largest, width)
 
 

@@ -161,9 +161,12 @@ def retry(
 
 def _settle(planner: Planner, window: Window, agreement: Agreement, error: Exception) -> None:
     """Exchanges failures between the ranks; returns if a smaller micro-batch may fit, and raises otherwise."""
-    peers, (largest, _) = planner.job.engine.peers, window.plan.measured
-    is_own, is_short = not isinstance(error, FailedElsewhere), is_out_of_memory(error)
-    is_fault, told = is_own and not is_short, in_short(error) if is_own else ""
+    peers = planner.job.engine.peers
+    largest, _ = window.plan.measured
+    is_own = not isinstance(error, FailedElsewhere)
+    is_short = is_out_of_memory(error)
+    is_fault = is_own and not is_short
+    told = in_short(error) if is_own else ""
     try:
         if is_fault:
             # The others are out of reach in the reduction, or have failed in the same way.

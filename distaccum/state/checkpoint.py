@@ -51,7 +51,8 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
 
 def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     """Resumes from the state; reads everything before it sets anything."""
-    job, window = planner.job, planner.window
+    job = planner.job
+    window = planner.window
     if window is not None and window.stage in OPEN:
         raise DistaccumError(f"load_state_dict() while a window is {window.describe()}; finish it or discard() it")
     if not isinstance(state, Mapping):
@@ -85,7 +86,10 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     job.epochs.clear()
     job.random.resume(part["random"], is_between=part["is_between"])
     planner.place.load(part["loader"])
-    job.index, job.skipped, job.start, job.fit = index, skipped, None, learned
+    job.index = index
+    job.skipped = skipped
+    job.start = None
+    job.fit = learned
     if job.scaler is not None:
         job.scaler.load_state_dict(scaler)
 
@@ -135,7 +139,8 @@ def _unpack(packed: bytes) -> Part:
 
 def _part_for(state: Mapping[str, Any], saved: int, job: Job) -> Part:
     """Reads this rank's part of a state of `saved` ranks."""
-    rank, ranks = job.engine.peers.global_rank, _world_size(job)
+    rank = job.engine.peers.global_rank
+    ranks = _world_size(job)
     if saved != ranks:
         job.once(
             "ranks",

@@ -101,7 +101,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, epilog: str) -> Any:
     """The parser of a subcommand; an option that is not given is None."""
-    raw, description = argparse.RawDescriptionHelpFormatter, f"{about[0].upper()}{about[1:]}."
+    raw = argparse.RawDescriptionHelpFormatter
+    description = f"{about[0].upper()}{about[1:]}."
     parser = commands.add_parser(name, formatter_class=raw, help=about, description=description, epilog=epilog)
     to_file = {"metavar": "FILE", "help": "write the whole result to it, as JSON"}
     flag = {"action": "store_true", "help": "print the whole result as JSON"}
@@ -210,7 +211,8 @@ def _add_plan(commands: Any) -> None:
     # The options are the function's arguments, in its own words.
     meanings = dict(re.findall(r"^ +(\w+): (.*)$", str(plan.__doc__).replace("`", ""), re.MULTILINE))
     for name in inspect.signature(plan).parameters:
-        option, kind = f"--{name.replace('_', '-')}", float if name == "lr" else str
+        option = f"--{name.replace('_', '-')}"
+        kind = float if name == "lr" else str
         parser.add_argument(option, type=kind, metavar="VALUE", help=meanings.get(name))
 
 

@@ -87,7 +87,8 @@ class Forecast:
     def answer(self) -> str:
         """Says in a sentence what fits in `memory`."""
         usual = next(row for row in self.policies if row["policy"] in ("plain", "DDP, last"))
-        best, least = self.policies[0], min(self.policies, key=lambda row: row["bytes"])
+        best = self.policies[0]
+        least = min(self.policies, key=lambda row: row["bytes"])
         names = [row["policy"].replace(", ", " with sync=") for row in (usual, best, least)]
         held = [f"{bytes_text(row['bytes'])} and activations" for row in (usual, best, least)]
         memory = bytes_text(self.given["memory"])
@@ -106,7 +107,8 @@ class Forecast:
         lines = [self.answer] if self.policies and given["memory"] is not None else []
         lines += [f"plan for {plural(given['ranks'], 'rank')} on {plural(given['nodes'], 'node')}"]
         if self.steps is not None and self.windows is not None and self.split is not None:
-            batch, more = given["batch_size"], self.windows.samples - given["batch_size"]
+            batch = given["batch_size"]
+            more = self.windows.samples - given["batch_size"]
             steps = f"steps: {plural(self.steps, 'micro-step')} per rank and update"
             lines += ["", f"{steps}, for {plural(batch, 'sample')} in micro-batches of {given['micro_batch_size']:,}"]
             lines += [f"  windows(loader)  {self.windows}" + f", {more:,} more than asked" * bool(more)]
@@ -237,18 +239,24 @@ def _policies(given: dict[str, Any], steps: int | None) -> list[dict[str, Any]]:
     numbers, ranks, nodes, memory = (given[name] for name in ("parameters", "ranks", "nodes", "memory"))
     # The bytes of all parameters, which are those of their gradients too, and of a layer.
     p = g = numbers * DTYPES[given["dtype"]]
-    layer, kept = p // given["layers"], {"sgd": 0, "momentum": 1, "adam": 2}[given["optimizer"] or "adam"]
+    layer = p // given["layers"]
+    kept = {"sgd": 0, "momentum": 1, "adam": 2}[given["optimizer"] or "adam"]
     # Adam's step on a GPU makes a copy.
-    state, copy, w = kept * g, g * (kept == 2), ranks // nodes
+    state = kept * g
+    copy = g * (kept == 2)
+    w = ranks // nodes
     # DeepSpeed's masters are in float32, and its buckets have 5e8 numbers unless told otherwise.
-    masters, bucket = (1 + kept) * 4 * numbers // ranks, min(numbers, 5 * 10**8) * g // numbers
+    masters = (1 + kept) * 4 * numbers // ranks
+    bucket = min(numbers, 5 * 10**8) * g // numbers
 
     def sent(collectives: int, members: int = ranks, num_bytes: int = g) -> int:
         return -(-collectives * (members - 1) * num_bytes // members)
 
-    shard, between = sent(1, w), sent(2, nodes, -(-g * nodes // ranks))
+    shard = sent(1, w)
+    between = sent(2, nodes, -(-g * nodes // ranks))
     # ZeRO 3 keeps what the forward gathered until the backward, up to 1e9 parameters.
-    gathers, live = 1 + (numbers > 10**9), min(p, 10**9 * p // numbers)
+    gathers = 1 + (numbers > 10**9)
+    live = min(p, 10**9 * p // numbers)
     last = 3 * layer + layer // ranks
     # Sent in each micro-step and once per window; then held: parameters, gradients, state and buffers.
     table: list[Any] = [
@@ -283,10 +291,15 @@ def scaled_learning_rate(
     >>> scaled_learning_rate(4, 0.1, "sgd", "mean")["lr"], scaled_learning_rate(4, 0.1, "sgd", "sum")["lr"]
     (0.4, 0.1)
     """
-    is_sum, root = reduction == "sum", math.sqrt(kappa)
-    eps, of_sgd, why = 1 / root, kappa, f"linear in the batch ({GOYAL}; held up to 8,192 on ImageNet there)"
+    is_sum = reduction == "sum"
+    root = math.sqrt(kappa)
+    eps = 1 / root
+    of_sgd = kappa
+    why = f"linear in the batch ({GOYAL}; held up to 8,192 on ImageNet there)"
     if is_sum:
-        eps, of_sgd, why = root, 1.0, f"the gradient of a sum has grown by {kappa:g} already ({GOYAL}, section 3)"
+        eps = root
+        of_sgd = 1.0
+        why = f"the gradient of a sum has grown by {kappa:g} already ({GOYAL}, section 3)"
     by_root = f"square root of the batch ({MALLADI}); eps x {eps:g}, 1 - beta x {kappa:g} while beta stays above 0"
     rules = [("SGD", of_sgd, f"{why}, with a warm-up of 5 epochs"), ("Adam", root, by_root)]
     if optimizer is not None:

@@ -78,7 +78,8 @@ class Accelerated(Adapter):
         if not isinstance(loader, DataLoaderAdapter):
             yield
             return
-        state, shown = GradientState(), _AtWork(loader, is_last)
+        state = GradientState()
+        shown = _AtWork(loader, is_last)
         with replaced(loader, gradient_state=NOWHERE):
             state.dataloader_references = [*state.dataloader_references, shown]
             try:
@@ -101,7 +102,8 @@ class _AtWork:
     """The loader, not at its end before its last micro-batch is at work."""
 
     def __init__(self, loader: Any, is_last: Callable[[], bool]) -> None:
-        self._loader, self._is_last = loader, is_last
+        self._loader = loader
+        self._is_last = is_last
 
     @property
     def end_of_dataloader(self) -> bool:

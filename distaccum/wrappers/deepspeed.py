@@ -52,7 +52,8 @@ class DeepSpeedEngine(Engine):
         if len(engines) > 1:
             raise ValueError("several DeepSpeed engines in one Accumulator, expected one; give each its own")
         engine: Any = engines[0]
-        self._deepspeed, self._optimizer = engine, engine.optimizer
+        self._deepspeed = engine
+        self._optimizer = engine.optimizer
         self._stage = int(engine.zero_optimization_stage())
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         _refuse_what_cannot_accumulate(engine, models)
@@ -264,7 +265,8 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
 
 
 def _choose_form(engine: Any, sync: Sync, is_managed: bool) -> Form:
-    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    stage = int(engine.zero_optimization_stage())
+    optimizer = engine.optimizer
     can_coalesce = private.can_coalesce(optimizer)
     if stage == 1 and getattr(optimizer, "overlap_comm", False):
         # Its hooks send in each backward, even under no_sync.

@@ -65,7 +65,8 @@ def _scaler_of_trainer(wrapper: Any) -> Any:
 
 def _refuse_unknown(strategy: Any) -> None:
     """Refuses a strategy or plugin with a backward or step of its own: neither would be called."""
-    names, own = ("backward", "optimizer_step", "pre_backward", "post_backward"), []
+    names = ("backward", "optimizer_step", "pre_backward", "post_backward")
+    own = []
     for of in (strategy, strategy.precision):
         for name in names:
             owner = next((kind for kind in type(of).__mro__ if name in vars(kind)), None)

@@ -64,10 +64,16 @@ class Comparison:
 
     def __init__(self, trial: Planner, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
         job = trial.job
-        self.engine, self.models, self.reductions = job.engine, job.models, job.config.reductions
+        self.engine = job.engine
+        self.models = job.models
+        self.reductions = job.config.reductions
         self.parameters: list[nn.Parameter] = [p for p in job.parameters() if p.requires_grad]
-        self.before, self.whole = before, columns.whole
-        self._trial, self._loss_fn, self._columns, self._own = trial, loss_fn, columns, batch
+        self.before = before
+        self.whole = columns.whole
+        self._trial = trial
+        self._loss_fn = loss_fn
+        self._columns = columns
+        self._own = batch
         self.batch, self.length = self._of_all_ranks()
         self.micro_batches: tuple[int, ...] = ()
         self.is_finite = True
@@ -78,7 +84,9 @@ class Comparison:
 
     def _of_all_ranks(self) -> tuple[Any, int]:
         """The batch of all ranks, joined on each of them, and its length."""
-        failed, length, peers = None, 0, self.engine.peers
+        failed = None
+        length = 0
+        peers = self.engine.peers
         try:
             if not self.parameters:
                 raise ValueError(
@@ -118,7 +126,8 @@ class Comparison:
 
     def compare(self) -> list[tuple[float, float]]:
         """Computes, by parameter, the norm of the big batch's gradient and the accumulated one's relative error."""
-        peers, counts = self.engine.peers, {name: self.count(name, self.batch, self.length) for name in self.reductions}
+        peers = self.engine.peers
+        counts = {name: self.count(name, self.batch, self.length) for name in self.reductions}
         if not any(counts.values()):
             raise ValueError(f"count gave 0 {' and 0 '.join(counts)} for the whole batch; check with another")
         divisors = {name: n if self.reductions[name] == "sum_to_mean" else 1 for name, n in counts.items() if n}
@@ -164,7 +173,10 @@ class Comparison:
         """The gradient and loss of a window that is not stepped; with a `name`, of that loss alone, unweighted."""
         if restore:
             self.before.restore()
-        trial, engine, scaler, is_bare = self._trial, self.engine, self._trial.job.scaler, name is not None
+        trial = self._trial
+        engine = self.engine
+        scaler = self._trial.job.scaler
+        is_bare = name is not None
         window = trial.plan(draw, RunMode(is_sum=is_bare, measure=lambda _: (is_bare, (0, 0))))
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
@@ -172,7 +184,8 @@ class Comparison:
             if (end_sum := engine.peers.sum(sums)) is not None:
                 end_sum()
             once = 1 / engine.peers.num_ranks if is_bare else 1.0
-            scale, zero = once if scaler is None else once / scaler.get_scale(), torch.zeros(())
+            scale = once if scaler is None else once / scaler.get_scale()
+            zero = torch.zeros(())
             gradients = [zero if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters]
             return Measured(gradients, float(sums.sum()) / engine.divisor * once, window.plan.num_here)
         finally:
@@ -185,7 +198,8 @@ class Comparison:
         pairs = zip(seen.gradients, exact.gradients, strict=True)
         squares = [_square(tensor) for gradient, other in pairs for tensor in (gradient - other, other)]
         sums = [math.sqrt(sum(column)) for column in zip(*self.engine.peers.gather(squares), strict=True)]
-        norms, eps = sums[1::2], torch.finfo(self.narrowest).eps
+        norms = sums[1::2]
+        eps = torch.finfo(self.narrowest).eps
         floor = math.sqrt(eps) * math.hypot(*norms)
         # Shards add up; a gradient that every rank has whole was counted once per rank.
         copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
@@ -230,7 +244,8 @@ def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = 
     cuts = [cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
 
     def join(parts: Sequence[Any], path: KeyPath) -> Any:
-        first, are_cut = parts[0], [cut.get(path) for cut in cuts]
+        first = parts[0]
+        are_cut = [cut.get(path) for cut in cuts]
         if is_array(first) and all(are_cut):
             return torch.cat([torch.as_tensor(part, device="cpu") for part in parts])
         # On a rank with one sample, the list may have been taken for columns.
@@ -261,7 +276,8 @@ def uneven_sizes(length: int, least: int = 1) -> list[int]:
 
 def weighted_sum(terms: Sequence[tuple[Measured, float]]) -> Measured:
     """The sum of what was measured, each multiplied by its weight."""
-    weights, columns = [weight for _, weight in terms], zip(*(part.gradients for part, _ in terms), strict=True)
+    weights = [weight for _, weight in terms]
+    columns = zip(*(part.gradients for part, _ in terms), strict=True)
     gradients = [reduce(torch.add, map(torch.mul, column, weights)) for column in columns]
     return Measured(gradients, sum(part.loss * weight for part, weight in terms))
 

@@ -80,7 +80,8 @@ class Report:
             f"accumulated in {cut} micro-batches, one batch of {self.samples}: {verdict} "
             f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})"
         )
-        shown, width = self.parameters[:12], max(12, *(len(row.name) for row in self.parameters[:12]))
+        shown = self.parameters[:12]
+        width = max(12, *(len(row.name) for row in self.parameters[:12]))
         wide = [f" {row.error64:>9.1e}" if row.error64 is not None else "" for row in shown]
         table = [f"{'gradient of':<{width}} {'norm':>10} {'error':>9}" + (f" {'float64':>9}" if wide[0] else "")]
         table += [f"{r.name:<{width}} {r.norm:>10.3e} {r.error:>9.1e}{w}" for r, w in zip(shown, wide, strict=True)]
@@ -94,7 +95,8 @@ class Report:
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
     """Makes the report; puts back gradients, buffers, modes, random numbers, and which warnings were given."""
     planner.close_previous()
-    job, engine = planner.job, planner.job.engine
+    job = planner.job
+    engine = planner.job.engine
     refuse_closure(engine, "check")
     if "step" in engine.owns:
         raise DistaccumError(
@@ -103,8 +105,10 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     # A job whose windows have no extensions, judge nothing, and count separately.
     trial = copy.copy(job)
     trial.begin_anew()
-    trial.fit, trial.substitute = job.fit, job.substitute
-    trial.hooks, trial.config = hooks_of(()), replace(job.config, on_nonfinite="ignore")
+    trial.fit = job.fit
+    trial.substitute = job.substitute
+    trial.hooks = hooks_of(())
+    trial.config = replace(job.config, on_nonfinite="ignore")
     with _kept(job) as before:
         return _report(Comparison(Planner(trial), batch, columns, loss_fn, before))
 
@@ -112,7 +116,8 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
 @contextmanager
 def _kept(job: Job) -> Iterator[Snapshot]:
     """Gives no warnings, and restores buffers, random numbers, modes, gradients, and which warnings were given."""
-    warned, every = set(job.once.keys), job.parameters()
+    warned = set(job.once.keys)
+    every = job.parameters()
     stale = every if job.engine.stale(every) else []
     gradients = [(p, p.grad, p.grad.clone()) for p in stale if p.grad is not None]
     modes = [(module, module.training) for model in job.models for module in model.modules()]
@@ -141,7 +146,8 @@ def _report(comparison: Comparison) -> Report:
                 "depend on the parameters (look for a detach, a factor of 0, a ReLU that is never above 0), or check "
                 "with another batch"
             )
-        equivalent, bound = used.agrees(errors), used.bound()
+        equivalent = used.agrees(errors)
+        bound = used.bound()
         causes = () if equivalent else tuple(_causes_of(used))
     dtype, narrowest = (str(kind).removeprefix("torch.") for kind in (used.dtype, used.narrowest))
     if narrowest != dtype:
@@ -212,13 +218,16 @@ def _causes_of(comparison: Comparison) -> list[str]:
 
 def _differs(comparison: Comparison) -> bool:
     """Returns whether a second call on the whole batch, with later random numbers, gives another gradient."""
-    name, batch = next(iter(comparison.reductions)), comparison.batch
+    name = next(iter(comparison.reductions))
+    batch = comparison.batch
     return comparison.differ(comparison.bare(name, batch), comparison.bare(name, batch, restore=False))
 
 
 def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
     """The reason why the loss of this name is not the declared sum of its parts' losses; None if it is."""
-    batch, reduction, sizes = comparison.batch, comparison.reductions[name], uneven_sizes(comparison.length)
+    batch = comparison.batch
+    reduction = comparison.reductions[name]
+    sizes = uneven_sizes(comparison.length)
     parts = list(cut_batch(batch, sizes, comparison.length, comparison.whole))
     counts = [comparison.count(name, part, size) for part, size in zip(parts, sizes, strict=True)]
     if not any(counts):
@@ -234,7 +243,8 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
         if not pairs:
             return False
         terms = [(part, 1.0 if is_sum else number / sum(numbers)) for part, number in pairs]
-        made, size = weighted_sum(terms), sum(abs(weight * part.loss) for part, weight in terms)
+        made = weighted_sum(terms)
+        size = sum(abs(weight * part.loss) for part, weight in terms)
         is_same_loss = abs(made.loss - exact.loss) <= comparison.bound() * max(size, 1e-9)
         return is_same_loss and not comparison.differ(made, exact)
 
