@@ -151,9 +151,10 @@ class Place:
     def position(self) -> Position | None:
         """The position where the next update begins; None if no loader tells its state."""
         start = self._job.start
-        if start is not None and start.position is not None:
-            return start.position
-        return self._loaded if self._pass is None else self._pass.position()
+        before: Position | None = None if start is None else start.position
+        if before is not None or self._pass is None:
+            return before or self._loaded
+        return self._pass.position()
 
     def load(self, position: Position | None) -> None:
         """Begins at the position of a state."""

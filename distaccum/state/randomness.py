@@ -62,8 +62,9 @@ class RandomNumbers(Extension):
 
     def now(self, start: Start | None) -> Numbers:
         """The random numbers of the window that began at `start`, or that one would have if it began now."""
-        numbers = start.random if start is not None else None
-        return plain(numbers or self._due or random_state(random_devices(self._models)))
+        begun = start.random if start is not None else None
+        numbers: Numbers = plain(begun or self._due or random_state(random_devices(self._models)))
+        return numbers
 
     def _set_due(self) -> None:
         due = self._due

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -80,6 +79,8 @@ class Comparison:
         self.notes: list[str] = []
         self.dtype = self.narrowest = min({p.dtype for p in self.parameters}, key=_bits)
         self._cast: Callable[[Any], Any] = fresh
+        # Tensors that are cast, with their data before that.
+        self._narrow: list[tuple[Tensor, Tensor]] = []
         self.modules = list({id(m): (n, m) for model in self.models for n, m in model.named_modules()}.values())
 
     def _of_all_ranks(self) -> tuple[Any, int]:
@@ -206,37 +207,26 @@ class Comparison:
         errors = [apart and apart / max(norm, floor) for apart, norm in zip(sums[::2], norms, strict=True)]
         return [(n / copies, e if math.isfinite(e) else math.inf) for n, e in zip(norms, errors, strict=True)]
 
-    @contextmanager
-    def in_float64(self) -> Iterator[Comparison]:
-        """Yields this comparison with the model cast in place if it is plain and the loss runs in float64, else itself.
-
-        The model is restored bit for bit.
-        """
+    def widened(self) -> Comparison | None:
+        """This comparison with the model cast in place, until `cast_back`; None if its wrapper owns the dtype."""
         if "dtype" in self.engine.owns or self.dtype == torch.float64:
-            yield self
-            return
-        of_models = (t for model in self.models for t in (*model.parameters(), *model.buffers()))
-        narrow = {id(t): (t, t.data) for t in (*of_models, *self.parameters)}.values()
-        wide = copy.copy(self)
-        wide._cast = lambda batch: map_tensors(batch, _widened)
-        wide.dtype = wide.narrowest = torch.float64
+            return None
         self.before.restore()
-        try:
-            for tensor, data in narrow:
-                tensor.data = _widened(data)
-            wide.before = Snapshot(self.models)
-            try:
-                wide.bare(next(iter(self.reductions)), self.batch)
-            except Exception as error:
-                self.notes.append(f"not in float64: {in_short(error)}")
-            else:
-                yield wide
-                return
-        finally:
-            for tensor, data in narrow:
-                tensor.data = data
-            self.before.restore()
-        yield self
+        of_models = [t for model in self.models for t in (*model.parameters(), *model.buffers())]
+        for tensor in {id(tensor): tensor for tensor in (*of_models, *self.parameters)}.values():
+            self._narrow.append((tensor, tensor.data))
+            tensor.data = _widened(tensor.data)
+        wide = copy.copy(self)
+        wide._cast = partial(map_tensors, change=_widened)
+        wide.dtype = wide.narrowest = torch.float64
+        wide.before = Snapshot(self.models)
+        return wide
+
+    def cast_back(self) -> None:
+        """Restores the model bit for bit."""
+        for tensor, data in self._narrow:
+            tensor.data = data
+        self.before.restore()
 
 
 def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = ()) -> Any:

@@ -21,10 +21,11 @@ from ...job import Job
 from ...law import DistaccumError, as_int_if_whole
 from ...norms import names_of
 from ...planning import Planner
-from ...text import shorten
+from ...text import in_short, shorten
 from ..update import LossFn, Snapshot, refuse_closure
 from .comparison import Comparison, uneven_sizes, weighted_sum
 
+Named = Sequence[tuple[str, nn.Module]]
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 
 
@@ -110,7 +111,11 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     trial.hooks = hooks_of(())
     trial.config = replace(job.config, on_nonfinite="ignore")
     with _kept(job) as before:
-        return _report(Comparison(Planner(trial), batch, columns, loss_fn, before))
+        comparison = Comparison(Planner(trial), batch, columns, loss_fn, before)
+        try:
+            return _report(comparison)
+        finally:
+            comparison.cast_back()
 
 
 @contextmanager
@@ -136,25 +141,31 @@ def _kept(job: Job) -> Iterator[Snapshot]:
 
 
 def _report(comparison: Comparison) -> Report:
-    own = comparison.compare()
-    with comparison.in_float64() as used:
-        is_wide = used is not comparison
-        errors = used.compare() if is_wide else own
-        if not any(norm or error for norm, error in (*own, *errors)):
-            raise DistaccumError(
-                "the gradient of the whole batch is zero in every parameter, so nothing was compared; make the loss "
-                "depend on the parameters (look for a detach, a factor of 0, a ReLU that is never above 0), or check "
-                "with another batch"
-            )
-        equivalent = used.agrees(errors)
-        bound = used.bound()
-        causes = () if equivalent else tuple(_causes_of(used))
+    own = errors = comparison.compare()
+    used = comparison
+    wide = comparison.widened()
+    if wide is not None:
+        try:
+            errors = wide.compare()
+            used = wide
+        except Exception as error:
+            comparison.cast_back()
+            comparison.notes.append(f"not in float64: {in_short(error)}")
+    if not any(norm or error for norm, error in (*own, *errors)):
+        raise DistaccumError(
+            "the gradient of the whole batch is zero in every parameter, so nothing was compared; make the loss "
+            "depend on the parameters (look for a detach, a factor of 0, a ReLU that is never above 0), or check "
+            "with another batch"
+        )
+    equivalent = used.agrees(errors)
+    bound = used.bound()
+    causes = () if equivalent else tuple(_causes_of(used))
     dtype, narrowest = (str(kind).removeprefix("torch.") for kind in (used.dtype, used.narrowest))
     if narrowest != dtype:
         used.notes.append(f"the model or the loss computes in {narrowest} in part, in {dtype} too: hence the bound")
     names = names_of(comparison.models)
     rows = [
-        Difference(names.get(id(p), f"parameter {i}"), norm, error, error64 if is_wide else None)
+        Difference(names.get(id(p), f"parameter {i}"), norm, error, error64 if used is wide else None)
         for i, (p, (norm, error), (_, error64)) in enumerate(zip(comparison.parameters, own, errors, strict=True))
     ]
     rows.sort(key=lambda row: row.error if row.error64 is None else row.error64, reverse=True)
@@ -172,48 +183,73 @@ def _report(comparison: Comparison) -> Report:
 
 
 def _causes_of(comparison: Comparison) -> list[str]:
-    """The causes that show; leaves the modules that they name in eval mode, so that other causes show too."""
-    causes, dropping = [], []
+    """The causes that show; leaves the layers that they name in eval mode, so that other causes show too."""
     training = [(name, module) for name, module in comparison.modules if module.training]
-    if _differs(comparison):
-        if dropping := [(name, module) for name, module in training if _drops(module)]:
-            causes.append(
-                f"dropout: random numbers are drawn by {_into_eval(dropping)}, and micro-batches draw others; the "
-                "gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is the "
-                "only cause"
-            )
-        if not dropping or _differs(comparison):
-            _into_eval(training)
-            agrees = "in eval mode all calls agree, as where attention drops by itself (GPT-2's); the check went on so"
-            causes.append(
-                "random: the model or the loss gives the same batch another gradient the second time: random numbers "
-                f"are drawn{', outside of dropout layers' * bool(dropping)}, or something is kept between calls (a "
-                "buffer, an attribute); random numbers need no cure if they are the only cause; "
-                f"{'draw none to see the other causes' if _differs(comparison) else agrees}"
-            )
-    if normalising := [(name, module) for name, module in training if isinstance(module, KINDS)]:
-        causes.append(
-            "batchnorm: in training mode a sample's output depends on the others in "
-            f"{_into_eval(normalising)}, and a micro-batch has fewer of them; freeze them "
-            "(distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it with "
-            "batchnorm='ignore'"
-        )
+    causes = dict[str, str]()
+    for name, probe, text in CAUSES:
+        seen = probe(comparison, training)
+        if seen is not None:
+            causes[name] = f"{name}: {text.format(seen=seen)}"
     if causes:
         if _differs(comparison):
-            return causes
+            return [*causes.values()]
         errors = comparison.compare()
         if comparison.agrees(errors):
             left = max(error for _, error in errors)
             # A layer of your own may do more than drop in training mode.
-            are_torchs = all(type(module).__module__.startswith("torch.") for _, module in dropping)
-            if causes[-1].startswith("random"):
-                causes[-1] += f", and the error is {left:.1e}"
-            elif len(causes) == 1 and dropping and are_torchs:
-                causes[0] += f", and it is: the error is {left:.1e} with these layers in eval mode"
-            return causes
-    in_losses = (_cause_in_the_loss(comparison, name) for name in comparison.reductions)
-    causes += dict.fromkeys(cause for cause in in_losses if cause is not None)
-    return causes or ["unknown: no cause was found; the error is beyond rounding"]
+            are_torchs = all(type(module).__module__.startswith("torch.") for _, module in training if _drops(module))
+            if [*causes][-1] == "random":
+                causes["random"] += f", and the error is {left:.1e}"
+            elif [*causes] == ["dropout"] and are_torchs:
+                causes["dropout"] += f", and it is: the error is {left:.1e} with these layers in eval mode"
+            return [*causes.values()]
+    in_losses = [_cause_in_the_loss(comparison, name) for name in comparison.reductions]
+    every = [*causes.values(), *dict.fromkeys(cause for cause in in_losses if cause is not None)]
+    return every or ["unknown: no cause was found; the error is beyond rounding"]
+
+
+def _dropout(comparison: Comparison, training: Named) -> str | None:
+    dropping = [(name, module) for name, module in training if _drops(module)]
+    return _into_eval(dropping) if dropping and _differs(comparison) else None
+
+
+def _random(comparison: Comparison, training: Named) -> str | None:
+    if not _differs(comparison):
+        return None
+    _into_eval(training)
+    if _differs(comparison):
+        return "draw none to see the other causes"
+    return "in eval mode all calls agree, as where attention drops by itself (GPT-2's); the check went on so"
+
+
+def _batchnorm(comparison: Comparison, training: Named) -> str | None:
+    normalising = [(name, module) for name, module in training if isinstance(module, KINDS)]
+    return _into_eval(normalising) if normalising else None
+
+
+# Causes that a layer's mode shows, in turn: the name, a probe for what is `seen` of it, or None, and the cure.
+CAUSES = (
+    (
+        "dropout",
+        _dropout,
+        "random numbers are drawn by {seen}, and micro-batches draw others; the gradient is that of the masks that "
+        "were drawn, as dropout means it: nothing to do, where this is the only cause",
+    ),
+    (
+        "random",
+        _random,
+        "the model or the loss gives the same batch another gradient the second time: random numbers are drawn outside "
+        "of dropout layers, or something is kept between calls (a buffer, an attribute); random numbers need no cure "
+        "if they are the only cause; {seen}",
+    ),
+    (
+        "batchnorm",
+        _batchnorm,
+        "in training mode a sample's output depends on the others in {seen}, and a micro-batch has fewer of them; "
+        "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it "
+        "with batchnorm='ignore'",
+    ),
+)
 
 
 def _differs(comparison: Comparison) -> bool:
@@ -290,7 +326,7 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, DROPOUTS) and module.p > 0
 
 
-def _into_eval(modules: Sequence[tuple[str, nn.Module]]) -> str:
+def _into_eval(modules: Named) -> str:
     """Puts modules into eval mode; returns their names and classes, such as "drop (Dropout)"."""
     for _, module in modules:
         module.eval()
