@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 from training.checkpoints import Checkpoints, save_weights
 from training.config import Config, failures_in_a_line, read_config, refusals_in_a_line, stop
 from training.data import Order, micro_batches
-from training.job import EXCHANGE_SECONDS, Job, Signals
-from training.meshes import Collate, cut_batches
+from training.job import Job
 from training.report import Report, listed, plan
+from training.signals import Signals
 from training.tasks import Batch, Task, loss_of, make_task, measure, to_device, train_mode, try_model
 from training.wrapping import Wrapped, change_blocks, wrap
 
@@ -50,9 +49,9 @@ def train(config: Config, job: Job) -> int:
 
     with refusals_in_a_line():
         wrapped = wrap(task.model, config, job, updates)
-        collate = cut_batches(task.collate, config, wrapped.mesh)
+        signals = Signals(job, wrapped.mesh and wrapped.mesh["tensor"])
         accumulator = Accumulator(
-            wrapped.pipeline or wrapped.model,
+            wrapped.model,
             wrapped.optimizer,
             steps=None if is_auto else steps,
             micro_batch_size="auto" if is_auto else None,
@@ -63,15 +62,15 @@ def train(config: Config, job: Job) -> int:
             accelerator=wrapped.accelerator,
             sync=config.sync,
             on_nonfinite=config.on_nonfinite,
-            extensions=[NoiseScale()] if config.measure_noise else [],
-            mesh=wrapped.mesh["data"] if config.cp > 1 else None,  # FSDP2 also reduces over ranks with parts
+            extensions=[signals, NoiseScale()] if config.measure_noise else [signals],
         )
     checkpoints = Checkpoints(config, job, wrapped, accumulator, order.num_samples)
+    signals.is_save_due = checkpoints.overdue
     torch.manual_seed(config.seed + 1 + job.rank)  # weights are the same on all ranks, dropout is not
     if config.resume:
         checkpoints.resume()
     if config.evaluate_only:
-        job.say(f"held out: {listed(evaluate(wrapped, task, collate, job, accumulator))}")
+        job.say(f"held out: {listed(evaluate(wrapped, task, job, accumulator))}")
         return 0
     is_written = job.is_first and (Path(config.out) / "weights.pt").exists()
     if accumulator.index >= updates and job.largest(is_written)[0]:
@@ -83,17 +82,13 @@ def train(config: Config, job: Job) -> int:
             return loss_of(wrapped.model(batch["inputs"]), batch["labels"])
 
     measured: dict[str, float] = {}
-    stopped, where = 0, ""
-    # A checkpoint within a window is of its start, but running statistics would be the current ones.
-    has_statistics = any(isinstance(one, _BatchNorm) and one.training for one in task.model.modules())
-    pauses = not (wrapped.is_deepspeed or has_statistics)
-    every = min(EXCHANGE_SECONDS, 60 * config.checkpoint_minutes or EXCHANGE_SECONDS)
-    with Signals(job, every) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
+    stopped = 0
+    with signals, Report(config, job, task.unit, updates, accumulator.index) as report:
         while accumulator.index < updates and not stopped:  # an epoch, or the rest of one
             loader = DataLoader(
                 task.train,
                 batch_sampler=micro_batches(order, accumulator.index, updates, steps, job.data_rank, job.data_ranks),
-                collate_fn=collate,
+                collate_fn=task.collate,
                 num_workers=config.workers,
                 pin_memory=job.device.type == "cuda",
                 generator=torch.Generator(),  # its own, so that a resumed run draws no extra number
@@ -101,67 +96,54 @@ def train(config: Config, job: Job) -> int:
             window: Any
             for window in loader if is_auto else accumulator.windows(loader):
                 for batch in () if is_auto else window:
-                    batch = to_device(batch, job.device)
-                    if wrapped.pipeline is not None:
-                        window.run(batch["inputs"], target=batch["labels"])
-                    else:
-                        window.backward(loss_fn(batch))
+                    window.backward(loss_fn(to_device(batch, job.device)))
                     report.progress(accumulator.index, window.num_done)
-                    if pauses and window.num_done < len(window):  # the same on all ranks
-                        asked = signals.asked(checkpoints.overdue(), in_window=True)
-                        if asked:
-                            report.flush(to_disk=True)  # otherwise a kill would lose an update from the log
-                            checkpoints.save()
-                        if asked > 1:
-                            stopped, where = asked, f" after {window.num_done} of its micro-batches"
-                            break
-                if stopped:
-                    break
                 lr = wrapped.lr
                 update = accumulator.update(to_device(window, job.device), loss_fn) if is_auto else window.step()
+                stopped, is_save_asked = signals.asked(update)
                 report.update(update, lr)
                 done = accumulator.index
                 report.progress(done, 0)
-                asked = signals.asked(checkpoints.overdue())
-                stopped = asked if asked > 1 else 0
                 if not stopped and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
-                    measured = evaluate(wrapped, task, collate, job, accumulator)
+                    measured = evaluate(wrapped, task, job, accumulator)
                     report.evaluation(done, measured)
                     if config.best and measured["loss"] < checkpoints.best:
                         checkpoints.best = measured["loss"]
                         save_weights(config, job, wrapped, "best")
-                if asked or done == updates or (config.checkpoint_every and done % config.checkpoint_every == 0):
-                    report.flush(to_disk=True)
+                is_periodic = config.checkpoint_every and done % config.checkpoint_every == 0
+                if is_save_asked or is_periodic or done == updates:
+                    report.flush(to_disk=True)  # otherwise a kill would lose an update from the log
                     checkpoints.save()
                 if stopped:
                     break
         if accumulator.index < updates:
             name = signal.Signals(stopped).name
-            job.say(f"stopped by {name} in update {accumulator.index}{where}, and saved; --resume begins it")
+            job.say(f"stopped by {name} after {accumulator.index} updates, and saved; --resume goes on")
             return 128 + stopped
         save_weights(config, job, wrapped)
-        report.summary(measured or evaluate(wrapped, task, collate, job, accumulator))
+        report.summary(measured or evaluate(wrapped, task, job, accumulator))
     return 0
 
 
 @torch.no_grad()
-def evaluate(wrapped: Wrapped, task: Task, collate: Collate, job: Job, accumulator: Accumulator) -> dict[str, float]:
+def evaluate(wrapped: Wrapped, task: Task, job: Job, accumulator: Accumulator) -> dict[str, float]:
     """The mean loss, with accuracy or perplexity; every held-out sample counts once.
 
     All ranks run equally many forwards, since those of a sharded model communicate; a rank without samples left runs
-    one that is not counted. Among ranks that share samples, each measures a part, or one measures all, or each does.
+    one that is not counted. Each of the ranks that share samples measures them.
     """
-    config, number, held_out = job.config, len(task.held_out), task.held_out
+    config = job.config
+    number = len(task.held_out)
     size = accumulator.state_dict()["fit"]["size"] or min(config.largest, -(-config.batch_size // job.data_ranks))
     mine = range(job.data_rank, number, job.data_ranks)
     sums = torch.zeros(3, dtype=torch.float64)
     wrapped.model.eval()
     for at in range(0, -(-number // job.data_ranks), size):
         indices = mine[at : at + size]
-        batch = to_device(collate([held_out[i] for i in indices or [0]]), job.device)
+        batch = to_device(task.collate([task.held_out[i] for i in indices or [0]]), job.device)
         with job.autocast():
-            scores = (wrapped.stages or wrapped.model)(batch["inputs"])
-        if indices and scores is not None:  # only the last stage of a pipeline has them
+            scores = wrapped.model(batch["inputs"])
+        if indices:
             sums += measure(scores, batch["labels"])
     train_mode(wrapped.model, config)
     count, loss, right = job.reduce(sums).tolist()

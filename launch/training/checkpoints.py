@@ -1,8 +1,8 @@
 """Checkpoints: folders that are complete or absent, and that say where the run resumes.
 
 `state.pt` has the whole model and optimizer by name, so that a run can resume under another engine and on another
-number of ranks; DeepSpeed writes its own files instead, one per rank. Within a window it is the state at the window's
-start. A folder is written under another name, flushed to disk, and renamed.
+number of ranks; DeepSpeed writes its own files instead, one per rank. A folder is written under another name, flushed
+to disk, and renamed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Checkpoints:
     def __init__(self, config: Config, job: Job, wrapped: Wrapped, accumulator: Accumulator, num_samples: int) -> None:
         self._config, self._job, self._wrapped, self._accumulator = config, job, wrapped, accumulator
         self._folder = Path(config.out) / "checkpoints"
-        self._saved, self._time = "", time.monotonic()  # the newest checkpoint, and when it was made
+        self._saved = ""  # the newest checkpoint
+        self._time = time.monotonic()  # when it was made
         self.best = math.inf  # lowest loss on held-out data
         # Values that a checkpoint and the run that resumes it must share.
         self._lasting: State = {name: getattr(config, name) for name in LASTING}
@@ -44,14 +45,15 @@ class Checkpoints:
         self._lasting |= {"samples to train on": num_samples, "DeepSpeed's stage and ranks": zero}
 
     def overdue(self) -> bool:
-        """True if the first rank's clock asks for a checkpoint, possibly inside a window."""
+        """True if the first rank's clock asks for a checkpoint."""
         seconds = 60 * self._config.checkpoint_minutes
         return self._job.is_first and 0 < seconds <= time.monotonic() - self._time
 
     def save(self) -> None:
-        """Saves the state between two windows, or at the start of the current one. All ranks call it together."""
+        """Saves the state between two windows. All ranks call it together."""
         wrapped, job = self._wrapped, self._job
-        name, self._time = f"update-{self._accumulator.index:08d}", time.monotonic()
+        name = f"update-{self._accumulator.index:08d}"
+        self._time = time.monotonic()
         if name == self._saved:
             return
         partial = self._folder / f".{name}"
@@ -75,10 +77,10 @@ class Checkpoints:
             shutil.rmtree(self._folder / name, ignore_errors=True)
             partial.replace(self._folder / name)
             _to_disk(self._folder)
-            for old in self._found()[: -self._config.keep]:
+            for old in self._folders()[: -self._config.keep]:
                 shutil.rmtree(old)
         job.wait_for_all()
-        self._saved, self._time = name, time.monotonic()
+        self._saved = name
 
     def resume(self) -> None:
         """Restores everything from the newest checkpoint, if there is one."""
@@ -94,7 +96,8 @@ class Checkpoints:
         if not state:
             job.say(f"no checkpoint in {self._folder}: starts anew")
             return
-        self._saved, self.best = f"update-{state['update']:08d}", state["best"]
+        self._saved = f"update-{state['update']:08d}"
+        self.best = state["best"]
         if wrapped.is_deepspeed:
             wrapped.model.load_checkpoint(str(self._folder / self._saved), tag="deepspeed")  # type: ignore[operator]
         else:
@@ -109,17 +112,19 @@ class Checkpoints:
         """The newest state, and the reason why it cannot be used, if any."""
         for partial in self._folder.glob(".update-*"):  # from a run that was killed while writing
             shutil.rmtree(partial)
-        if not (found := self._found()):
+        folders = self._folders()
+        if not folders:
             return {}, f"no checkpoint in {self._folder} to evaluate" if self._config.evaluate_only else ""
+        newest = folders[-1]
         try:
-            state: State = torch.load(found[-1] / "state.pt", weights_only=True, map_location="cpu")
-            made, _ = state["lasting"], state["best"]  # another version may lack these
+            state: State = torch.load(newest / "state.pt", weights_only=True, map_location="cpu")
+            made = state["lasting"]  # another version may lack it
         except Exception as error:  # a broken file may raise anything
-            return {}, f"{found[-1]} cannot be read ({a_line(error)}); remove it to go on from the one before"
+            return {}, f"{newest} cannot be read ({a_line(error)}); remove it to go on from the one before"
         for name, now in self._lasting.items():
             if made.get(name) != now:
                 cure = "give the same, or another --out to start anew"
-                return {}, f"{found[-1]} was made with {name} = {made.get(name)!r} and this run has {now!r}; {cure}"
+                return {}, f"{newest} was made with {name} = {made.get(name)!r} and this run has {now!r}; {cure}"
         return state, ""
 
     def _accumulator_of_all(self) -> State:
@@ -128,9 +133,9 @@ class Checkpoints:
         every: list[Any] = [mine] * self._job.ranks
         if self._job.ranks > 1:
             dist.all_gather_object(every, mine)
-        return {name: value for one in every for name, value in one.items()}
+        return {name: value for state in every for name, value in state.items()}
 
-    def _found(self) -> list[Path]:
+    def _folders(self) -> list[Path]:
         """All checkpoints, the oldest first."""
         return sorted(self._folder.glob("update-????????"))
 
@@ -145,11 +150,11 @@ def save_weights(config: Config, job: Job, wrapped: Wrapped, name: str = "weight
             weights = {key: tensor.detach().cpu().clone() for key, tensor in module.state_dict().items()}
     else:
         weights = {key: tensor for (_, key), tensor in whole_state(wrapped, with_optimizer=False).items()}
-    for suffix in ("pt", *(["safetensors"] if config.safetensors else [])) if job.is_first else ():
-        partial = Path(config.out) / f".{name}.{suffix}"
+    if job.is_first:
+        partial = Path(config.out) / f".{name}.pt"
         with writing(partial):
             save_tensors(weights, partial)
-        partial.replace(partial.with_name(partial.name[1:]))
+        partial.replace(partial.with_name(f"{name}.pt"))
 
 
 @contextmanager
@@ -169,13 +174,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def save_tensors(state: Any, path: Path) -> None:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        save_file({name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}, path)
-    else:
-        with path.open("wb") as file:  # its errors say more than those of torch's own writer
-            torch.save(state, file)
+    with path.open("wb") as file:  # its errors say more than those of torch's own writer
+        torch.save(state, file)
 
 
 def _to_disk(path: Path) -> None:
@@ -186,36 +186,34 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-# Whole weights and optimizer state by name: gathered from ranks that have parts or stages, and put back
+# Whole weights and optimizer state by name: gathered from ranks that have parts, and put back
 
 
 def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> Tensors:
     """Weights ("") and the optimizer's tensors by kind and name, whole on the first rank only. All ranks call it."""
     # torch warns that a weight cut over two dimensions is gathered in two steps, which cannot be avoided.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    module, states = _unwrapped(wrapped.model), wrapped.inner.state
+    module = _unwrapped(wrapped.model)
+    states = wrapped.inner.state
     tensors: Tensors = {("", name): tensor for name, tensor in module.state_dict().items()}
     for name, parameter in module.named_parameters() if with_optimizer else ():
         tensors |= {(kind, name): tensor for kind, tensor in states.get(parameter, {}).items()}
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    keeps = is_first if wrapped.pipeline is None else wrapped.mesh["data"].get_local_rank() == 0
     whole: Tensors = {}
     for key, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if keeps:
+        if is_first:
             whole[key] = full.detach().cpu()
-    if wrapped.pipeline is not None:  # each stage has some of them
-        parts: list[Any] = [whole] * dist.get_world_size()
-        dist.gather_object(whole, parts if is_first else None)
-        whole = {key: tensor for part in parts for key, tensor in part.items()}
     return whole
 
 
 @torch.no_grad()
 def put_state(wrapped: Wrapped, tensors: Tensors) -> None:
     """Restores what `whole_state` gave the first rank, even if this run is cut differently. All ranks call it."""
-    module, states = _unwrapped(wrapped.model), wrapped.inner.state
-    own, parameters = module.state_dict(), dict(module.named_parameters())
+    module = _unwrapped(wrapped.model)
+    states = wrapped.inner.state
+    own = module.state_dict()
+    parameters = dict(module.named_parameters())
     device = next(module.parameters()).device
     box: list[Any] = [[(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()]]
     if dist.is_initialized():
@@ -224,8 +222,6 @@ def put_state(wrapped: Wrapped, tensors: Tensors) -> None:
         full = tensors[kind, name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
         if dist.is_initialized():
             dist.broadcast(full, 0)
-        if name not in own:  # another stage has it
-            continue
         like = own[name]
         if kind == "step":  # a number that AdamW keeps on the host
             states[parameters[name]][kind] = full.cpu()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import importlib.util
 import math
 import os
 import sys
@@ -36,9 +35,7 @@ def option(default: Any, text: str) -> Any:
 class Config:
     task: Literal["vision", "language"] = option("vision", "what is trained")
     model: str = option("", "vision: a torchvision name, or cnn; language: gpt, or a Hugging Face name or path")
-    weights: str = option(
-        "", "a local file of weights to begin with (.pt, .pth, .safetensors); a last layer may differ"
-    )
+    weights: str = option("", "a local file of weights to begin with (.pt, .pth); a last layer may differ")
     norm: Literal["group", "frozen", "batch"] = option(
         "group", "in BatchNorm's place; frozen: with its statistics kept"
     )
@@ -79,8 +76,6 @@ class Config:
     sync: Literal["last", "every", "gathered", "replicas"] = option("last", "when gradients are reduced")
     replicas: int = option(1, "fsdp2: groups of ranks that hold the whole model each (HSDP)")
     tp: int = option(1, "gpt on fsdp2: ranks that share the heads of each layer (tensor parallelism)")
-    cp: int = option(1, "gpt on fsdp2: ranks that share the tokens of each row (context parallelism)")
-    pp: int = option(1, "gpt on fsdp2: ranks that share the layers, as stages of a pipeline")
     stage: int = option(2, "deepspeed: the ZeRO stage, 0 to 3, as in configs/deepspeed/")
     deepspeed_config: str = option("", "deepspeed: another JSON file; its stage is then the one used")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs if the machine has any")
@@ -90,16 +85,14 @@ class Config:
     out: str = option("", "the run's folder; runs/ and the name of the config file (runs/train)")
     resume: bool = option(False, "continue from the newest checkpoint in the run's folder, if there is one")
     checkpoint_every: int = option(50, "updates between checkpoints; 0: only at the end and at a stop")
-    checkpoint_minutes: float = option(0.0, "minutes between checkpoints, also within an update; 0: none by the clock")
+    checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by the clock")
     keep: int = option(2, "checkpoints that stay")
     timeout: float = option(10.0, "minutes that ranks wait for each other before they give up")
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
     evaluate_only: bool = option(False, "measure weights, or with resume the newest checkpoint, and stop")
     best: bool = option(False, "also keep the weights with the lowest loss on held-out data, as best.pt")
-    safetensors: bool = option(False, "write weights.pt and best.pt as safetensors too")
     progress_every: float = option(10.0, "seconds between lines of progress; 0: none")
     quiet: bool = option(False, "print only warnings and errors")
-    track: Literal["none", "tensorboard", "wandb"] = option("none", "also log there, into the run's folder")
     measure_noise: bool = option(False, "measure the gradient noise scale")
 
     @property
@@ -124,7 +117,7 @@ NEEDS = {
 }  # fmt: skip
 ABOVE_0 = {
     "image_size", "context", "width", "layers", "batch_size", "micro_batch_size", "epochs", "lr", "replicas",
-    "tp", "cp", "pp", "keep", "timeout",
+    "tp", "keep", "timeout",
 }  # fmt: skip
 
 
@@ -138,9 +131,6 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these; the command line beats it")
     parser.add_argument("--plan", type=int, nargs="?", const=0, metavar="RANKS", help="print the run's plan, and stop")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from DeepSpeed's launcher
-    parser.add_argument(
-        "--tensorboard", dest="track", action="store_const", const="tensorboard", help=argparse.SUPPRESS
-    )
     kinds = get_type_hints(Config)
     for field in dataclasses.fields(Config):
         kind, flag = kinds[field.name], f"--{field.name.replace('_', '-')}"
@@ -254,9 +244,6 @@ def _check(config: Config) -> None:
         stop("norm = 'frozen' keeps statistics that nobody has measured; give weights with some, or norm = 'group'")
     if config.engine == "deepspeed" and config.precision == "float64":
         stop("precision = 'float64' with DeepSpeed, which computes in float32 at most; use ddp or fsdp2")
-    for package in (config.track, "safetensors" if config.safetensors else "none"):
-        if package != "none" and importlib.util.find_spec(package) is None:
-            stop(f"{package} is asked for and not installed; pip install {package}, or leave it out")
 
 
 def _check_folder(folder: Path, resume: bool) -> None:

@@ -1,13 +1,11 @@
-"""Job: this process among those of the job, whatever launched them; and the signals that stop it."""
+"""Job: this process among those of the job, whatever launched them."""
 
 from __future__ import annotations
 
 import gc
 import os
 import resource
-import signal
 import sys
-import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,9 +20,7 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 from distaccum import DistaccumError
 
 from .config import DTYPES, Config, check_batch, stop
-from .meshes import check_sharing, sharing
-
-EXCHANGE_SECONDS = 0.5  # between two checks over the ranks for a signal
+from .tensor import check_tensor
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Job:
     rank: int
     ranks: int
     local_rank: int
-    data_rank: int  # neighbours that share samples have the same
+    data_rank: int  # tensor-parallel neighbours have the same
     data_ranks: int
     device: torch.device
     engine: str
@@ -47,11 +43,12 @@ class Job:
         if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun python launch/train.py
             named = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "STEP_NUM_TASKS"}
             os.environ.update({name: os.environ[f"SLURM_{slurm}"] for name, slurm in named.items()})
-        rank, ranks, local_rank = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-        )
+        rank = int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
         if plan is not None:
-            rank, ranks, local_rank = 0, plan or ranks, 0
+            ranks = plan or ranks
+            rank = local_rank = 0
         elif ranks > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             stop(f"{ranks} ranks and no MASTER_ADDR and MASTER_PORT; start with torchrun or launch/slurm.sh")
         kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,17 +61,16 @@ class Job:
                     "start as many processes as GPUs, or use --device cpu",
                     everywhere=True,
                 )
-        check_sharing(config, ranks)
-        name, number = sharing(config)
-        check_batch(config, ranks // number)
+        check_tensor(config, ranks)
+        data_ranks = ranks // config.tp
+        check_batch(config, data_ranks)
         engine = config.engine
         if engine == "auto":
-            engine = "fsdp2" if name else "ddp" if ranks > 1 else "plain"
+            engine = "fsdp2" if config.tp > 1 else "ddp" if ranks > 1 else "plain"
         if engine == "plain" and ranks > 1:
             stop(f"engine = 'plain' on {ranks} ranks, whose gradients nothing would reduce; use ddp or one process")
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        data = rank // number, ranks // number
-        return cls(config, rank, ranks, local_rank, *data, device, engine, plan is not None)
+        return cls(config, rank, ranks, local_rank, rank // config.tp, data_ranks, device, engine, plan is not None)
 
     def __enter__(self) -> Job:
         warnings.formatwarning = _in_a_line  # type: ignore[assignment]
@@ -139,48 +135,6 @@ class Job:
     def say(self, text: str) -> None:
         if self.is_first and (self.is_planned or not self.config.quiet):
             print(text, flush=True)
-
-
-class Signals:
-    """Handles SIGTERM and Ctrl-C: the ranks agree on the micro-batch after which all of them stop.
-
-    A launcher passes one Ctrl-C on a second time, so a second signal changes nothing. The ranks exchange requests after
-    as many micro-batches as take `seconds` on the slowest rank: an exchange in each micro-step would make every rank
-    wait for the slowest one.
-    """
-
-    def __init__(self, job: Job, seconds: float) -> None:
-        self._job, self._seconds = job, seconds
-        self._number = 0
-        self._calls, self._every = 0, 1  # calls of `asked` since the last exchange, and between two
-        self._time = time.monotonic()  # when the last exchange was
-
-    def __enter__(self) -> Signals:
-        self._found = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._job.wait_for_all()  # a rank that a signal killed before this would leave the others waiting
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._found.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: object) -> None:
-        self._number = number
-
-    def asked(self, is_due: bool, *, in_window: bool = False) -> int:
-        """Agrees on what all ranks do here: go on (0), save, as one of them asks (1), or stop by this signal.
-
-        All ranks call it at the same places. Most calls on several ranks exchange nothing. An exchange is one small
-        reduction on the host, and never follows two micro-batches in a row inside a window.
-        """
-        self._calls += 1
-        if self._job.ranks > 1 and self._calls < max(self._every, 1 + in_window):
-            return 0
-        now = time.monotonic()
-        pace = int(1e6 * (now - self._time) / self._calls) + 1  # microseconds
-        asked, slowest = self._job.largest(self._number or is_due, pace)
-        self._calls, self._every, self._time = 0, max(1, int(1e6 * self._seconds / slowest)), now
-        return asked
 
 
 def _in_a_line(message: Warning | str, *_: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import time
@@ -16,7 +15,6 @@ from distaccum import Update
 from .config import DTYPES, Config
 from .data import Order
 from .job import Job
-from .meshes import SHARERS, sharing
 from .tasks import Task
 from .wrapping import read_deepspeed
 
@@ -31,9 +29,8 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
     engine = NAMES.get(job.engine, job.engine.upper())
     if job.engine == "deepspeed":
         engine += f" ZeRO {read_deepspeed(config).get('zero_optimization', {}).get('stage', 0)}"
-    name, number_sharing = sharing(config)
-    if name:
-        engine += f", {job.data_ranks} data ranks x {number_sharing} {SHARERS[name]},"
+    if config.tp > 1:
+        engine += f", {job.data_ranks} data ranks x {config.tp} tensor-parallel ranks,"
     if config.replicas > 1:
         engine += f", {config.replicas} replicas of {job.ranks // config.replicas} shards,"
     lines = [
@@ -50,7 +47,7 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
     often = {"every": each, "replicas": f"over shards {each}, and between replicas once per update"}
     when = often.get(config.sync, "once per update" + (f" and not {each}" if steps > 1 else ""))
     if job.ranks > 1:
-        shared = f" over {number_sharing} {SHARERS[name]}" if name in ("tp", "pp") else ""
+        shared = f" over {config.tp} tensor-parallel ranks" if config.tp > 1 else ""
         lines.append(f"{number * DTYPES[dtype].itemsize / 1e6:.3g} MB of gradients{shared}, reduced {when}")
     if batch > order.num_samples:
         lines.append(f"no update is that large: an epoch has {order.num_samples} samples")
@@ -72,22 +69,12 @@ class Report:
         self._began = self._told = time.perf_counter()
         self._read: list[Update] = []
         self._counted = self._rate = 0.0  # `unit`s, and `unit`s per second
-        self._tracker: Any = None
         if job.is_first:
             (self._folder / "weights.pt").unlink(missing_ok=True)  # from a shorter run that this one resumes
             (self._folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
             _cut(self._folder / "log.jsonl", "index", start - 1)
             _cut(self._folder / "evaluation.jsonl", "updates", start)
             self._log = (self._folder / "log.jsonl").open("a")
-            if config.track == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._tracker = SummaryWriter(str(self._folder / "tensorboard"), purge_step=start)
-            elif config.track == "wandb":
-                wandb = importlib.import_module("wandb")
-                named: dict[str, Any] = {"project": "distaccum", "name": self._folder.name, "dir": self._folder}
-                mode = os.environ.get("WANDB_MODE", "offline")
-                self._tracker = wandb.init(**named, mode=mode, config=dataclasses.asdict(config))
 
     def __enter__(self) -> Report:
         return self
@@ -97,8 +84,6 @@ class Report:
             self.flush()
         if self._job.is_first:
             self._log.close()
-        if self._tracker is not None:
-            (self._tracker.finish if self._config.track == "wandb" else self._tracker.close)()
 
     def update(self, update: Update, lr: float) -> None:
         self.flush()
@@ -116,19 +101,8 @@ class Report:
             self._log.flush()
             if not update.stepped:
                 self._job.say(f"update {update.index} was skipped: {update.reason}")
-            values = {"loss": update.loss, "lr": lr, "gradient norm": update.grad_norm, "noise": update.noise_scale}
-            values |= pace
-            self._track(update.index, values)
         if self._job.is_first and to_disk:
             os.fsync(self._log.fileno())
-
-    def _track(self, index: int, values: dict[str, Any]) -> None:
-        values = {name: value for name, value in values.items() if value is not None}
-        if self._config.track == "wandb":
-            self._tracker.log(values, step=index)
-        elif self._tracker is not None:
-            for name, value in values.items():
-                self._tracker.add_scalar(name, value, index)
 
     def progress(self, index: int, micro_batches: int) -> None:
         """Reports how many updates, and how many micro-batches of the next one, are finished."""
@@ -154,7 +128,6 @@ class Report:
             file.write(_json({"updates": updates, **measured}) + "\n")
         self.flush()
         self._job.say(f"after {updates} updates: {listed(measured)}, {self._pace()}")
-        self._track(updates, {f"held out/{name}": value for name, value in measured.items()})
 
     def summary(self, measured: dict[str, float]) -> None:
         """Prints the summary, and writes it to summary.json, with a picture next to the log."""

@@ -77,22 +77,17 @@ def train_mode(model: nn.Module, config: Config) -> None:
 def _load_weights(model: nn.Module, path: Path) -> str:
     """Loads a `state_dict()`; at most one layer may differ or be missing, and is made anew. Returns what it did."""
     own: dict[str, Any] = model.state_dict()
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found = load_file(path)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-            found = found.get("model", found)  # of torchvision's own program
-        fits = {name: one for name, one in found.items() if name in own and one.shape == own[name].shape}
+        given = torch.load(path, map_location="cpu", weights_only=True)
+        given = given.get("model", given)  # of torchvision's own program
+        fits = {name: one for name, one in given.items() if name in own and one.shape == own[name].shape}
     except Exception as error:  # of as many kinds as there are ways to break a file
-        reason = a_line(error) if isinstance(error, OSError | ImportError) else type(error).__name__
+        reason = a_line(error) if isinstance(error, OSError) else type(error).__name__
         stop(f"weights = '{path}' cannot be read as weights by their names ({reason})")
     anew = sorted({name.rpartition(".")[0] for name in own.keys() - fits.keys()})
     statistics = ("running_mean", "running_var", "num_batches_tracked")  # GroupNorm has none
-    unknown = sorted(name for name in found.keys() - own.keys() if not name.endswith(statistics))
+    unknown = sorted(name for name in given.keys() - own.keys() if not name.endswith(statistics))
     if unknown or len(anew) > 1:
         layer = (anew[1:] or [unknown[0].rpartition(".")[0]])[0]
         stop(
@@ -126,7 +121,8 @@ def _vision(config: Config, is_first_here: bool, wait: Callable[[], None]) -> Ta
         images, labels = zip(*samples, strict=True)
         return {"inputs": torch.stack(images).to(dtype), "labels": torch.tensor([int(label) for label in labels])}
 
-    model, data = _vision_model(config, classes), Keyed(train, config.seed, draws=config.augment)
+    model = _vision_model(config, classes)
+    data = Keyed(train, config.seed, draws=config.augment)
     if config.norm == "group":
         model = to_groupnorm(model)
     return Task(model, f"{config.model} on {config.data}", data, held_out, collate, count_samples, "samples")
@@ -196,10 +192,10 @@ def _load_image(path: str) -> Any:
 
 def _digits(config: Config) -> tuple[TensorDataset, TensorDataset]:
     # `load_digits` reads this file; its import takes each rank three seconds.
-    found = importlib.util.find_spec("sklearn")
-    if found is None:
+    package = importlib.util.find_spec("sklearn")
+    if package is None:
         stop("data = 'digits' needs scikit-learn; pip install scikit-learn, or give other data")
-    file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz"
+    file = Path(package.origin or "").parent / "datasets" / "data" / "digits.csv.gz"
     rows = torch.from_numpy(numpy.loadtxt(file, delimiter=","))  # 64 pixels from 0 to 16, and the digit
     images = (rows[:, :-1] / 16).reshape(-1, 1, 8, 8)
     images = interpolate(images, size=(config.image_size, config.image_size), mode="bilinear").expand(-1, 3, -1, -1)
@@ -260,10 +256,7 @@ def _language(config: Config) -> Task:
     held_out, kept = map(rows_of, _split(len(texts), config.seed))
 
     def collate(rows: list[Tensor]) -> Batch:
-        """Pads at the end, which a causal model's earlier tokens do not see; a row's last token has no label.
-
-        Labels are shifted here, not in the loss: if ranks have parts of a row, another rank may have the next token.
-        """
+        """Pads at the end, which a causal model's earlier tokens do not see; a row's last token has no label."""
         labels = pad_sequence([row[:-1, 1] for row in rows], batch_first=True, padding_value=IGNORED)
         rows = [row[:, 0] for row in rows]
         return {"inputs": pad_sequence(rows, batch_first=True), "labels": pad(labels, (0, 1), value=IGNORED)}
@@ -285,7 +278,7 @@ def _texts(path: Path, field: str) -> list[str]:
     files = (
         sorted(one for one in path.rglob("*") if one.suffix in (".txt", ".md", ".jsonl")) if path.is_dir() else [path]
     )
-    found: list[str] = []
+    texts: list[str] = []
     for file in files:
         try:
             whole = read_text(file).rstrip()
@@ -294,10 +287,10 @@ def _texts(path: Path, field: str) -> list[str]:
             stop(f"{file} cannot be read as text ({reason}), expected a file or a folder of .txt, .md or .jsonl")
         lines = whole.split("\n")
         if file.suffix == ".jsonl":
-            found += [_of_json(line, f"{file}:{i}", field) for i, line in enumerate(lines, 1) if line.strip()]
+            texts += [_of_json(line, f"{file}:{i}", field) for i, line in enumerate(lines, 1) if line.strip()]
         else:
-            found += whole.split("\n\n") if "\n\n" in whole else lines
-    return [text.strip() for text in found if text.strip()]
+            texts += whole.split("\n\n") if "\n\n" in whole else lines
+    return [text.strip() for text in texts if text.strip()]
 
 
 def _of_json(line: str, where: str, field: str) -> str:

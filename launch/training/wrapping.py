@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 import wrappers
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import DTYPES, ROOT, Config, read_text, stop
 from .job import Job
-from .meshes import cut_model, make_pipeline, run_stages
 from .tasks import blocks
+from .tensor import cut_model
 
 
 @dataclass
@@ -33,9 +32,7 @@ class Wrapped:
     inner: Optimizer  # the torch optimizer in it
     scaler: torch.amp.GradScaler | None = None
     accelerator: Any = None
-    mesh: Any = None  # of data ranks and ranks that share samples, if any
-    pipeline: Any = None  # the schedule that calls the model, which is then a stage
-    stages: Callable[[Tensor], Tensor | None] | None = None  # the pipeline's forward in evaluation
+    mesh: Any = None  # of data ranks and tensor-parallel ranks, if there are any
 
     @property
     def lr(self) -> float:
@@ -74,25 +71,18 @@ def wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
 
 
 def _with_torch(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
-    mesh: Any = None
+    mesh = cut_model(model, config, job.device) if config.tp > 1 else None
     if job.engine == "ddp":
         model = wrappers.ddp(model, gradient_as_bucket_view=True)
     elif job.engine == "fsdp2":
-        shards: Any = None
-        if job.data_ranks < job.ranks:
-            mesh, shards = cut_model(model, config, job.device)
         policy = MixedPrecisionPolicy()
         if config.precision in ("bf16", "fp16"):
             policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
         shape = (config.replicas, job.ranks // config.replicas) if config.replicas > 1 else ()
-        wrappers.fully_sharded(model, blocks(model), shape=shape, mesh=shards, mp_policy=policy)
+        wrappers.fully_sharded(model, blocks(model), shape=shape, mesh=mesh and mesh["data"], mp_policy=policy)
     optimizer, schedule = make_optimizer(model, config, updates)
     scaler = torch.amp.GradScaler(job.device.type) if config.precision == "fp16" else None
-    wrapped = Wrapped(model, optimizer, schedule, optimizer, scaler, mesh=mesh)
-    if config.pp > 1:
-        wrapped.pipeline = make_pipeline(model, mesh["stage"], job.device)
-        wrapped.stages = partial(run_stages, model, mesh["stage"], config)
-    return wrapped
+    return Wrapped(model, optimizer, schedule, optimizer, scaler, mesh=mesh)
 
 
 def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Optimizer, LambdaLR]:
