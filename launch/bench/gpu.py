@@ -1,4 +1,4 @@
-"""What only a GPU can show, on one page: exactness, host waits, memory, "auto", the pace, FSDP2, and time.
+"""What only a GPU can show, on one page: exactness, host waits, memory, "auto", FSDP2, and time.
 
     python launch/bench/gpu.py --out launch/results/gpu   # about six minutes
     python launch/bench/gpu.py --device cpu --small       # only to see that it runs
@@ -9,10 +9,11 @@ its own, for a time of its own; one that fails or is stopped says so on the page
 
 from __future__ import annotations
 
+import json
 import math
-import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -24,14 +25,12 @@ from importlib import metadata
 from typing import Any
 
 import kit
-import pace as paces
 import torch
 import torch.distributed as dist
 from contenders import Loop, Task, be_quiet, fsdp2_by_hand, fsdp2_distaccum, one_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.utils.data import DataLoader
 from training.gpt import GPT
 from trials import EXACT, PRECISIONS, TOKENS, WAITS, Trial, flat, most_waits, obeys, within
 
@@ -203,7 +202,7 @@ def memory(work: Work) -> Iterator[Row]:
         yield name, shown, "-" if math.isnan(peak) or not hand else f"{peak / hand:.3f}"
 
 
-# What update() finds, the pace of a loader, FSDP2
+# What update() finds, and FSDP2
 
 
 @part(50, "found", "most that fits", "sizes tried", "error")
@@ -251,63 +250,6 @@ def auto(work: Work) -> Iterator[Row]:
     yield f"{size}" if size == fitting else f"**{size}**", str(fitting), ", ".join(map(str, tried)), error
 
 
-class OnDevice(paces.Job):
-    """The job of pace.py with a model on the device, and micro-batches that are pinned and copied non_blocking."""
-
-    def __init__(self, work: Work, net: nn.Module, text: Sequence[Tensor], steps: int, load: float) -> None:
-        self.work, self.model, self.text, self.steps, self.load = work, net, text, steps, load
-        self.workers, self.optimizer = 1 if work.is_small else 4, sgd(net.parameters())
-        self.cast = work.under_autocast(loss_of_text)
-
-    def loader(self, collate: Any = None) -> Any:
-        if not self.load:
-            return self.text
-        slow = Slow(len(self.text), self.load * self.workers)
-        slow.text = self.text
-        return DataLoader(slow, batch_size=None, num_workers=self.workers, pin_memory=self.work.is_cuda)
-
-    def loss(self, inputs: Any, model: nn.Module | None = None) -> Tensor:
-        return self.cast(self.model, inputs.to(self.work.device, non_blocking=True))
-
-    def seconds(self, way: paces.Way) -> float:
-        """Seconds of a window, leaving out the first, in which workers start."""
-        windows = way(self)
-        next(windows)
-        kit.wait_for(self.work.device)
-        began, num = time.perf_counter(), sum(1 for _ in windows)
-        kit.wait_for(self.work.device)
-        return (time.perf_counter() - began) / num
-
-
-class Slow(paces.Slow):
-    text: Sequence[Tensor]
-
-    def __getitem__(self, place: int) -> Any:
-        super().__getitem__(place)  # sleeps
-        return self.text[place].clone()
-
-
-@part(170, "micro-steps, load / compute", "by hand, ms", "by hand, again", "windows", "windows, ahead=False")
-def pace(work: Work) -> Iterator[Row]:
-    """Time of a window that reads a DataLoader, whose workers sleep so that all of them together give a micro-batch in
-    this part of a micro-step's time; pinned memory, copied non_blocking; GPT; the first window left out.
-    """
-    net, micro_steps = work.gpt(), 4 if work.is_small else 96
-    text = [work.text(2).cpu() for _ in range(micro_steps)]
-    ready = OnDevice(work, net, text[:16], 2, 0.0)
-    micro_step = min(ready.seconds(paces.by_hand) for _ in range(3)) / 2
-    ways = {"": paces.by_hand, "again": paces.by_hand, "windows": paces.windows, "not ahead": paces.not_ahead}
-    for steps, load in [(2, 0.8)] if work.is_small else [(8, 0.8), (32, 0.8)]:
-        job = OnDevice(work, net, text, steps, load * micro_step)
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(1 if work.is_small else 2):
-            for name, way in ways.items():
-                taken[name].append(job.seconds(way))
-        hand, *others = taken.values()
-        ratios = [kit.spelled(kit.ratios(values, hand)) for values in others]
-        yield f"{steps}, {load}", f"{1000 * statistics.median(hand):.1f}", *ratios
-
-
 @part(60, "sync", "error", "by hand, ms", "by hand, again", "distaccum")
 def fsdp2(work: Work) -> Iterator[Row]:
     """`fully_shard` on one rank: the gradient's error in float32, and the time of a window of 8 micro-steps; GPT."""
@@ -352,44 +294,34 @@ def rates(work: Work) -> Iterator[Row]:
 # Each part in a process of its own
 
 
-def run_here(name: str, work: Work, pipe: Any) -> None:
-    """Sends a part's rows as they come, and at last None or an error."""
+def print_rows(name: str, work: Work) -> None:
+    """Prints a part's rows as they come, a line of JSON each, and at last an error as a text."""
     be_quiet()
     torch.set_float32_matmul_precision("highest")  # some images of NVIDIA allow less
+    out = sys.stdout
     try:
         with redirect_stdout(sys.stderr):  # output of the libraries
             for row in PARTS[name].run(work):
-                pipe.send(tuple(row))
-        pipe.send(None)
-    except BaseException as error:
+                print(json.dumps(row), file=out, flush=True)
+    except Exception as error:
         traceback.print_exc()
-        pipe.send(in_words(error))
+        print(json.dumps(in_words(error)), file=out)
 
 
-def rows_of(name: str, work: Work, seconds: float) -> tuple[list[Row], str]:
+def rows_of(name: str, options: Sequence[str], seconds: float) -> tuple[list[Any], str]:
     """The rows that a part gave within this time, and its error, if any."""
-    context = multiprocessing.get_context("forkserver")  # a fork of this process could not use the GPU
-    imports = ["torch"] if work.is_cuda else ["torch._dynamo", "accelerate", "lightning_fabric"]  # may look for a GPU
-    context.set_forkserver_preload(imports)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_here, args=(name, work, sender))
-    rows, until = list[Row](), time.monotonic() + seconds
-    process.start()
-    sender.close()
+    command = [sys.executable, sys.argv[0], "--here", name, *options]
     try:
-        while receiver.poll(max(0.0, until - time.monotonic())):
-            message = receiver.recv()
-            if not isinstance(message, tuple):
-                return rows, message or ""
-            print(f"{name}: {' | '.join(message)}", file=sys.stderr, flush=True)
-            rows.append(message)
-        return rows, f"stopped after {seconds:.0f} s"
-    except EOFError:
-        process.join(5)
-        return rows, f"its process ended with status {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=seconds)
+        printed = done.stdout
+        error = f"its process ended with status {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout or b""
+        error = f"stopped after {seconds:.0f} s"
+    rows = [json.loads(line) for line in printed.decode().splitlines() if line.endswith(("]", '"'))]  # not half a line
+    if rows and isinstance(rows[-1], str):
+        error = rows.pop()
+    return rows, error
 
 
 def page(done: Mapping[str, Any], about: Mapping[str, str], versions: Mapping[str, str], work: Work) -> str:
@@ -416,18 +348,25 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small models, of which no figure counts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
     parser.counts("--seconds", 420, "for all parts; each has its own bound, too")
+    parser.hidden("--here", choices=PARTS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, and torch sees no GPU; --device cpu --small shows that the program runs")
     if options.device == "cpu" and not options.small:
         parser.error("--device cpu takes hours with these models; add --small")
-    work, patience = Work(torch.device(options.device), options.small), 1 if options.device == "cuda" else 10
+    work = Work(torch.device(options.device), options.small)
+    if options.here:
+        print_rows(options.here, work)
+        return 0
+    patience = 1 if work.is_cuda else 10
     until = time.monotonic() + options.seconds * patience
-    about, done = kit.circumstances(work.device), dict[str, Any]()
+    about = kit.circumstances(work.device)
+    passed = ["--device", options.device, *["--small"] * options.small]
+    done: dict[str, Any] = {}
     versions = {one.name: one.version for one in metadata.distributions() if one.name in OTHERS}
     for name in options.parts:
         began = time.monotonic()
-        rows, error = rows_of(name, work, min(PARTS[name].seconds * patience, max(1.0, until - began)))
+        rows, error = rows_of(name, passed, min(PARTS[name].seconds * patience, max(1.0, until - began)))
         done[name] = {"rows": rows, "error": error, "seconds": time.monotonic() - began}
         with redirect_stdout(None) if name != options.parts[-1] else nullcontext():
             kit.write(options.out, page(done, about, versions, work), {**about, **versions, **done})

@@ -6,7 +6,6 @@ The dataset and the compute sleep, so any machine shows who waits for whom. Runs
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from distaccum import Accumulator
 # Micro-steps per window, workers, milliseconds per micro-batch from all workers together, milliseconds of its compute.
 CASES = [(1, 2, 8, 10), (8, 2, 8, 10), (32, 2, 8, 10), (32, 4, 4, 10), (32, 2, 12, 10), (128, 4, 8, 10), (8, 0, 4, 4)]
 WINDOWS, MICRO_STEPS = 6, 80  # of an epoch, at least; its first window, in which workers start, is not timed
-Way = Callable[["Job"], Iterator[float | None]]  # runs an epoch; yields after each update, or yields its time later
+Way = Callable[["Job"], Iterator[None]]  # runs an epoch; yields after each update
 
 
 class Slow(Dataset[Any]):
@@ -47,20 +46,16 @@ class Job:
         self.model = DistributedDataParallel(net) if dist.is_initialized() else net
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
-    def loader(self, collate: Callable[[Any], Any] | None = None) -> Any:
+    def loader(self) -> Any:
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # ranks have workers
         item = self.load * max(self.workers, 1) / 1000
-        return DataLoader(
-            Slow(max(self.steps * WINDOWS, MICRO_STEPS), item),
-            batch_size=None,
-            collate_fn=collate,
-            num_workers=self.workers,
-        )
+        dataset = Slow(max(self.steps * WINDOWS, MICRO_STEPS), item)
+        return DataLoader(dataset, batch_size=None, num_workers=self.workers)
 
     def loss(self, inputs: Any, model: nn.Module | None = None) -> torch.Tensor:
         time.sleep(self.compute / 1000)
-        found: torch.Tensor = (model or self.model)(inputs).square().mean()
-        return found
+        value: torch.Tensor = (model or self.model)(inputs).square().mean()
+        return value
 
 
 def by_hand(job: Job) -> Iterator[None]:
@@ -116,68 +111,18 @@ def by_fabric(job: Job) -> Iterator[None]:
             yield
 
 
-class Summed(nn.Module):
-    """The job's model with the interface that the Trainer expects."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.net, self.loss = job.model, job.loss
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any) -> Any:
-        number = labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
-        return {"loss": self.loss(inputs, self.net) * labels.ne(-100).sum() / number}
-
-
-def by_trainer(job: Job, *, is_moved: bool = False) -> Iterator[float]:
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-
-    from distaccum import count_samples
-    from distaccum.transformers import AccumulatingTrainer
-
-    ends: list[float] = []
-
-    class Own(AccumulatingTrainer if is_moved else Trainer):  # type: ignore[misc]  # has no types
-        def get_train_dataloader(self) -> Any:
-            return job.loader(lambda inputs: {"inputs": inputs, "labels": torch.zeros(len(inputs), dtype=torch.long)})
-
-    class Looks(TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
-
-    quiet = {
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(folder, num_train_epochs=1, gradient_accumulation_steps=job.steps, **quiet)
-        count = {"count": count_samples} if is_moved else {}
-        trainer = Own(Summed(job), arguments, optimizers=(job.optimizer, None), callbacks=[Looks()], **count)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    yield from ends
-
-
-def by_accumulating_trainer(job: Job) -> Iterator[float]:
-    return by_trainer(job, is_moved=True)
-
-
 ALONE: dict[str, Way] = {
     "distaccum": windows,
     "distaccum, ahead=False": not_ahead,
     "Accelerate": by_accelerate,
     "Fabric": by_fabric,
-    "Trainer": by_trainer,
-    "AccumulatingTrainer": by_accumulating_trainer,
 }
 ON_RANKS: dict[str, Way] = {"distaccum": windows, "distaccum, ahead=False": not_ahead}
 
 
 def seconds_of(way: Way, case: tuple[int, int, int, int]) -> float:
     """Seconds per window, leaving out the first."""
-    ends = [time.perf_counter() if end is None else end for end in way(Job(*case))]
+    ends = [time.perf_counter() for _ in way(Job(*case))]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
