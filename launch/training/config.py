@@ -149,7 +149,12 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     in_file: dict[str, Any] = {}
     if path:
         parser.where = f"{path}: "
-        in_file = parser.read(_words_of(path, kinds))
+        values = _values_of(path)
+        in_file = parser.read(_words(values))
+        for name, value in values.items():  # words would hide a number in quotes
+            read = in_file[name.replace("-", "_")]
+            if value != (list(read) if isinstance(read, tuple) else read):
+                stop(f"{path}: {name} = {value!r}, expected {read!r}")
     if "epochs" in given:  # it overrides the file, whose updates would override it
         in_file.pop("updates", None)
     config = Config(**{name: value for name, value in {**in_file, **given}.items() if name in kinds})
@@ -177,38 +182,24 @@ def int_or_auto(word: str) -> int | str:
     return word if word == "auto" else int(word)
 
 
-def _refuse_kind(path: Path, name: str, value: Any, kind: Any) -> None:
-    """Stops if a value of a file is of another kind than its option, which command-line words would hide."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, dict):
-        stop(f"{path}: [{name}] is a table, expected flat options: name = value, above any [table]")
-    if kind is bool:
-        fits, expected = isinstance(value, bool), "true or false"
-    elif kind is str or get_origin(kind) is Literal:
-        fits, expected = isinstance(value, str), "a text in quotes"
-    elif get_origin(kind) is tuple:
-        fits, expected = isinstance(value, list), "two numbers, as [0.9, 0.999]"
-    elif kind is float:
-        fits, expected = is_number, "a number without quotes"
-    else:
-        fits = (is_number and isinstance(value, int)) or (kind is not int and value == "auto")
-        expected = "a whole number without quotes" + ("" if kind is int else ', or "auto"')
-    if not fits:
-        stop(f"{path}: {name} = {value!r}, expected {expected}")
-
-
-def _words_of(path: Path, kinds: dict[str, Any]) -> list[str]:
-    """A file's options as command-line words."""
+def _values_of(path: Path) -> dict[str, Any]:
+    """A file's options."""
     try:
         values = tomllib.loads(read_text(path))
     except OSError as error:
         stop(f"{path} cannot be read ({error.strerror}), expected a TOML file such as those in configs/")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         stop(f"{path} is not TOML: {error}")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            stop(f"{path}: [{name}] is a table, expected flat options: name = value, above any [table]")
+    return values
+
+
+def _words(values: dict[str, Any]) -> list[str]:
+    """Options as command-line words."""
     words: list[str] = []
     for name, value in values.items():
-        if name in kinds or isinstance(value, dict):
-            _refuse_kind(path, name, value, kinds.get(name))
         flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
         if isinstance(value, list):
             words += [flag, *map(str, value)]
