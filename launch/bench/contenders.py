@@ -59,7 +59,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Contender:
-    """A loop; `engine` names its wrapper and when it reduces, and ratios compare loops with the same engine."""
+    """A loop; `engine` names its wrapper and when it reduces."""
 
     engine: str
     name: str
@@ -69,11 +69,6 @@ class Contender:
     def on_ranks(self) -> bool:
         return self.engine != "plain"
 
-    @property
-    def reference(self) -> str:
-        """The name of the engine's loop without an extra library: by hand, or DeepSpeed's own."""
-        return "DeepSpeed" if self.engine.startswith("ZeRO") else "by hand"
-
     def __str__(self) -> str:
         return f"{self.engine}, {self.name}"
 
@@ -82,32 +77,19 @@ class Contender:
 
 
 def by_hand(
-    task: Task,
-    model: nn.Module,
-    unreduced: Unreduced,
-    *,
-    seeded: bool = False,
-    max_norm: float | None = None,
-    in_place: bool = False,
+    task: Task, model: nn.Module, unreduced: Unreduced, *, max_norm: float | None = None, in_place: bool = False
 ) -> Loop:
-    """Runs all micro-steps but the last in `unreduced(model)`; if seeded, backward gets the share, not the graph."""
+    """Runs all micro-steps but the last in `unreduced(model)`."""
     loss_of, steps = task.loss_of, task.steps
     parameters = list(model.parameters())
     optimizer = task.optimizer_of(parameters)
-    share = torch.full((), 1 / steps)
-
-    def backward(micro_batch: Any) -> None:
-        if seeded:
-            loss_of(model, micro_batch).backward(share)
-        else:
-            (loss_of(model, micro_batch) / steps).backward()
 
     def run(micro_batches: Sequence[Any]) -> None:
         *early, last = micro_batches
         with unreduced(model) if early else nullcontext():
             for micro_batch in early:
-                backward(micro_batch)
-        backward(last)
+                (loss_of(model, micro_batch) / steps).backward()
+        (loss_of(model, last) / steps).backward()
         if max_norm is not None:
             nn.utils.clip_grad_norm_(parameters, max_norm)
         optimizer.step()
@@ -267,7 +249,8 @@ def with_distaccum(
     def run(micro_batches: Sequence[Any]) -> None:
         nonlocal given, windows
         if from_loader and micro_batches is not given:  # otherwise the loader was read ahead in the last window
-            given, windows = micro_batches, accumulator.windows(itertools.cycle(micro_batches))
+            given = micro_batches
+            windows = accumulator.windows(itertools.cycle(micro_batches))
         window = next(windows) if from_loader else accumulator.window(micro_batches)
         for micro_batch in window:
             window.backward(task.loss_of(model, micro_batch))
@@ -324,7 +307,6 @@ def _alike(engine: str, hand: Callable[..., Loop], library: Callable[..., Loop])
     return [
         Contender(engine, "by hand", hand),
         Contender(engine, "by hand, again", hand),
-        Contender(engine, "by hand, seeded", partial(hand, seeded=True)),
         Contender(engine, "by hand, clipped", partial(hand, **_clipped)),
         *(Contender(engine, name, partial(library, **options)) for name, options in _distaccum_variants.items()),
         Contender(engine, "distaccum on Accelerate", accelerate_distaccum),
@@ -342,30 +324,24 @@ CONTENDERS = [
     Contender("DDP, views", "by hand", partial(ddp_by_hand, views=True)),
     Contender("DDP, views", "distaccum", partial(ddp_distaccum, views=True)),
     Contender("DDP, every micro-step", "by hand", partial(ddp_by_hand, every=True)),
-    Contender("DDP, every micro-step", "distaccum", partial(ddp_distaccum, sync="every")),
     *(
         Contender(f"FSDP2, {policy}", name, partial(loop, policy=policy))
         for policy in ("last", "every", "gathered")
         for name, loop in {"by hand": fsdp2_by_hand, "distaccum": fsdp2_distaccum}.items()
     ),
-    Contender("ZeRO 0", "DeepSpeed", partial(deepspeed, stage=0)),
-    Contender("ZeRO 0", "distaccum", partial(zero_distaccum, stage=0)),
-    Contender("ZeRO 1", "DeepSpeed", partial(deepspeed, stage=1)),
-    Contender("ZeRO 1", "distaccum", partial(zero_distaccum, stage=1)),
     *(
-        Contender(f"ZeRO {stage}, {policy}", name, loop)
-        for stage in (2, 3)
-        for policy in ("last", "every")
-        for name, loop in {
-            "DeepSpeed": partial(deepspeed, stage=stage, coalesced=policy == "last"),
-            "distaccum": partial(zero_distaccum, stage=stage, policy=policy),
-        }.items()
+        Contender(f"ZeRO {stage}", name, partial(loop, stage=stage))
+        for stage in (0, 1)
+        for name, loop in {"DeepSpeed": deepspeed, "distaccum": zero_distaccum}.items()
     ),
+    Contender("ZeRO 2, last", "DeepSpeed", partial(deepspeed, stage=2, coalesced=True)),
+    Contender("ZeRO 2, last", "distaccum", partial(zero_distaccum, stage=2)),
+    *(Contender(f"ZeRO {n}, every", "distaccum", partial(zero_distaccum, stage=n, policy="every")) for n in (2, 3)),
 ]
 
 
 def one_of(engine: str, name: str) -> Contender:
-    return next(one for one in CONTENDERS if (one.engine, one.name) == (engine, name))
+    return next(contender for contender in CONTENDERS if (contender.engine, contender.name) == (engine, name))
 
 
 def some_of(engine: str, *names: str) -> list[Contender]:
@@ -383,9 +359,9 @@ def versions() -> dict[str, str]:
 def named(chosen: Sequence[Contender], parts: Sequence[str]) -> list[Contender]:
     """Those whose name contains one of the parts, or all if there are none; --only takes them."""
     for part in parts:
-        if not any(part in str(one) for one in chosen):
+        if not any(part in str(contender) for contender in chosen):
             raise ValueError(f"--only {part}: in none of {'; '.join(map(str, chosen))}")
-    return [one for one in chosen if not parts or any(part in str(one) for part in parts)]
+    return [contender for contender in chosen if not parts or any(part in str(contender) for part in parts)]
 
 
 def num_ranks(*, local: bool = False) -> int:

@@ -74,7 +74,6 @@ class Work:
         torch.manual_seed(0)
         with self.device:
             net = GPT(64, 2, 16, 128) if self.is_small else GPT(768, 12, 1024, 50304)
-        assert net.tokens is not None and net.scores is not None
         nn.init.normal_(net.tokens.weight, std=0.02)
         net.scores.weight = net.tokens.weight
         return net
@@ -166,7 +165,8 @@ def ways(work: Work, make: Callable[[], Any], loss: Any, steps: int) -> dict[str
 
 def compared(work: Work, made: Mapping[str, Callable[[], Loop]], batches: Sequence[Any]) -> list[str]:
     """Milliseconds of a window of the first loop, and of each other loop its ratio to that, or why there is none."""
-    windows, turns = max(1, 8 // len(batches)), dict[str, Callable[[], object]]()
+    windows = max(1, 8 // len(batches))
+    turns: dict[str, Callable[[], object]] = {}
 
     def set_up(make: Callable[[], Loop], name: str) -> str:
         run = make().run
@@ -186,7 +186,8 @@ def compared(work: Work, made: Mapping[str, Callable[[], Loop]], batches: Sequen
 @part(60, "", "MB", "/ by hand")
 def memory(work: Work) -> Iterator[Row]:
     """Peak memory of an update of 4 micro-batches, beyond model, optimizer and data; GPT."""
-    batches, hand = [work.text(4) for _ in range(4)], math.nan
+    batches = [work.text(4) for _ in range(4)]
+    hand = math.nan
     for name, make in ways(work, work.gpt, loss_of_text, len(batches)).items():
         peak = math.nan
 
@@ -213,7 +214,10 @@ def auto(work: Work) -> Iterator[Row]:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before the first product
     torch.use_deterministic_algorithms(True)
-    net, whole, seen, gradients = work.gpt(), work.text(16), list[int](), list[Tensor]()
+    net = work.gpt()
+    whole = work.text(16)
+    seen: list[int] = []
+    gradients: list[Tensor] = []
     cast = work.under_autocast(loss_of_text)
 
     def loss(text: Tensor) -> Tensor:
@@ -243,7 +247,8 @@ def auto(work: Work) -> Iterator[Row]:
     accumulator = Accumulator(net, optimizer, micro_batch_size="auto")
     seen.clear()
     accumulator.update(whole, loss)
-    tried, size = sorted(set(seen), reverse=True), seen[-1]
+    tried = sorted(set(seen), reverse=True)
+    size = seen[-1]
     expected = by_hand(size)
     assert expected is not None
     error = within(kit.relative_difference(gradients[0], expected.cpu()), 1e-3)

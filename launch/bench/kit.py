@@ -67,8 +67,8 @@ def in_turns(
 
 def ratios(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
     """Compares round by round, so that a busy machine slows both."""
-    found = [one / other for one, other in zip(times, reference, strict=True)]
-    return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+    values = [time / other for time, other in zip(times, reference, strict=True)]
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -147,7 +147,8 @@ def in_ranks(
     context: Any = multiprocessing.get_context("fork" if threads == 1 and not anew else "forkserver")
     if threads > 1 or anew:  # before Python 3.14 the server leaves the program's own imports to each rank
         context.set_forkserver_preload([one for one in SLOW_IMPORTS if one in sys.modules])
-    store, processes, pipes = str(Path(tempfile.mkdtemp(), "store")), [], []
+    store = str(Path(tempfile.mkdtemp(), "store"))
+    processes, pipes = [], []
     try:
         for rank in range(num):
             ours, theirs = context.Pipe()

@@ -139,7 +139,8 @@ def main() -> None:
     )
     groups = {}
     for ranks in counts:
-        given, limit = (keys(ranks, steps), options.rounds), 60 + 20 * options.rounds
+        given = keys(ranks, steps), options.rounds
+        limit = 60 + 20 * options.rounds
         taken = measure(*given) if ranks == 1 else in_ranks(ranks, measure, *given, seconds=limit)[0]
         title = "One process" if ranks == 1 else f"{ranks} ranks, DDP on gloo"
         groups[title] = rows(taken, steps)

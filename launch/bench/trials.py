@@ -55,7 +55,8 @@ class Trial:
         extensions: Sequence[Callable[[], Any]] = (),
         **options: Any,
     ) -> None:
-        self.device, self.options, self.is_in_pairs = device, options, False
+        self.device, self.options = device, options
+        self.is_in_pairs = False
         dtype, self.half, self.bound = PRECISIONS[precision]
         torch.manual_seed(0)
         layers = nn.Linear(32, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 64)
@@ -63,8 +64,8 @@ class Trial:
         if is_sharded:
             fully_sharded(self.net, [self.net[1]])
         self.batch = self.rows(0)
-        is_scaled, factor = self.half is torch.float16, min(0.5, 64 / scale)
-        self.scaler = GradScaler(device.type, init_scale=scale, backoff_factor=factor, enabled=is_scaled)
+        backoff = {"init_scale": scale, "backoff_factor": min(0.5, 64 / scale)}
+        self.scaler = GradScaler(device.type, **backoff, enabled=self.half is torch.float16)
         self.optimizer = SGD(self.net.parameters(), lr=lr, momentum=0.9)
         self.optimizer.register_step_pre_hook(self._keep)
         size = {} if "micro_batch_size" in options else {"steps": 3}
@@ -124,7 +125,8 @@ def loss_of_pairs(scores: Tensor) -> Tensor:
 
 def error_of(trial: Trial) -> str:
     """The last gradient's error against that of the whole batch at once, in float64."""
-    most, options = trial.options.get("max_norm"), {**trial.options, "max_norm": None, "sync": "last"}
+    most = trial.options.get("max_norm")
+    options = {**trial.options, "max_norm": None, "sync": "last"}
     other = Trial(trial.device, "float64", **options)
     loss = loss_of_pairs(other.scores(other.batch)) if trial.is_in_pairs else other.loss(other.batch)
     if options.get("reduction") == "sum_to_mean":
@@ -153,7 +155,8 @@ def recovers(device: torch.device, precision: str, *, poison: float = 1.0, scale
     trial = Trial(device, precision, lr=0.1, scale=scale, **options)
     if poison == 1.0 and not trial.scaler.is_enabled():
         return "-"
-    before, has_raised = flat(trial.net.parameters()), False
+    before = flat(trial.net.parameters())
+    has_raised = False
     try:
         assert not trial.window(poison).stepped, "it stepped"
     except DistaccumError:
@@ -218,7 +221,8 @@ WAITS: dict[str, tuple[int, str, dict[str, Any]]] = {  # at most so many at a wi
 
 
 def most_waits(device: torch.device, name: str) -> str:
-    (most, precision, options), is_cuda = WAITS[name], device.type == "cuda"
+    most, precision, options = WAITS[name]
+    is_cuda = device.type == "cuda"
     trial = Trial(device, precision, lr=0.1, **options)
     batches = [batch for seed in range(5) for batch in trial.cut(seed)]
     if "pinned" in name and is_cuda:

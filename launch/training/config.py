@@ -133,7 +133,8 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from DeepSpeed's launcher
     kinds = get_type_hints(Config)
     for field in dataclasses.fields(Config):
-        kind, flag = kinds[field.name], f"--{field.name.replace('_', '-')}"
+        kind = kinds[field.name]
+        flag = f"--{field.name.replace('_', '-')}"
         text = field.metadata["help"] + (f" ({field.default})" if field.default not in ("", False) else "")
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -268,13 +269,14 @@ class _Parser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str] | None) -> dict[str, Any]:
         """Returns the options that were given."""
-        found, unknown = self.parse_known_args(words)
+        read, unknown = self.parse_known_args(words)
         if unknown:
-            name, flags = unknown[0].split("=")[0], [flag for one in self._actions for flag in one.option_strings]
+            name = unknown[0].split("=")[0]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(name, flags, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"{name!r} is not known{meant}; --help lists the options")
-        given: dict[str, Any] = {name: value for name, value in vars(found).items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in vars(read).items() if value is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         if given.get("epochs") and given.get("updates"):
             self.error("both epochs and updates are given, expected one of them")

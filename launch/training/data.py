@@ -48,13 +48,14 @@ def micro_batches(order: Order, first: int, updates: int, steps: int, rank: int,
     >>> [[len(one) for one in micro_batches(Order(10, 8, 0), 0, 9, 2, rank, ranks=2)] for rank in range(2)]
     [[2, 2, 1], [2, 2, 1]]
     """
-    largest, found = -(-order.batch_size // (ranks * steps)), []
+    largest = -(-order.batch_size // (ranks * steps))
+    parts = []
     for update in range(first, min(updates, (first // order.updates_per_epoch + 1) * order.updates_per_epoch)):
         batch = order.of_update(update)
         mine = part(batch, rank, ranks)
         number = steps if len(batch) == order.batch_size else -(-len(mine) // largest)
-        found += [part(mine, i, number).tolist() for i in range(number)]
-    return found
+        parts += [part(mine, i, number).tolist() for i in range(number)]
+    return parts
 
 
 def part(whole: Tensor, i: int, parts: int) -> Tensor:

@@ -24,8 +24,9 @@ NAMES = {"plain": "a plain module", "deepspeed": "DeepSpeed", "accelerate": "Acc
 def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates: int) -> str:
     """Describes ranks, steps and bytes, as they follow from the requested batch and what fits."""
     number = sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad)
-    batch, epoch, is_auto = config.batch_size, order.updates_per_epoch, config.micro_batch_size == "auto"
-    largest, tail = -(-batch // (job.data_ranks * steps)), order.num_samples % batch
+    batch = config.batch_size
+    largest = -(-batch // (job.data_ranks * steps))
+    tail = order.num_samples % batch
     engine = NAMES.get(job.engine, job.engine.upper())
     if job.engine == "deepspeed":
         engine += f" ZeRO {read_deepspeed(config).get('zero_optimization', {}).get('stage', 0)}"
@@ -33,13 +34,15 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
         engine += f", {job.data_ranks} data ranks x {config.tp} tensor-parallel ranks,"
     if config.replicas > 1:
         engine += f", {config.replicas} replicas of {job.ranks // config.replicas} shards,"
+    fit = "" if job.data_ranks * steps * largest == batch else " or fewer"
+    if config.micro_batch_size == "auto":
+        fit = ", halved until they fit"
     lines = [
         f"{task.title}: {number / 1e6:.2f} million parameters, {order.num_samples} samples to train on",
         f"{job.ranks} rank{'s' * (job.ranks > 1)}, {engine} on {job.device.type}, {config.precision}",
-        f"an update is {batch} samples: {job.data_ranks} x {steps} micro-batches of {largest}"
-        + (", halved until they fit" if is_auto else "" if job.data_ranks * steps * largest == batch else " or fewer")
+        f"an update is {batch} samples: {job.data_ranks} x {steps} micro-batches of {largest}{fit}"
         + (f"; about {batch * task.per_sample:.0f} {task.unit}" if task.unit != "samples" else ""),
-        f"{updates} updates, {epoch} per epoch" + (f", whose last is {tail} samples" if tail else ""),
+        f"{updates} updates, {order.updates_per_epoch} per epoch" + (f", whose last is {tail} samples" if tail else ""),
     ]
     # Autocast and FSDP2's policy do not lower the gradient's precision; DeepSpeed's bf16 and fp16 do.
     dtype = config.precision if job.engine == "deepspeed" or config.precision == "float64" else "float32"
@@ -92,7 +95,8 @@ class Report:
     def flush(self, to_disk: bool = False) -> None:
         """Writes the update that has not been read yet."""
         if self._job.is_first and self._last is not None:
-            (update, lr, now), self._last = self._last, None
+            update, lr, now = self._last
+            self._last = None
             self._read.append(update)
             self._counted += _count(update)
             self._rate = self._counted / (now - self._began)
@@ -134,7 +138,8 @@ class Report:
         if not self._job.is_first:
             return
         self.flush()
-        seconds, updates, say = time.perf_counter() - self._began, self._read, self._job.say
+        seconds = time.perf_counter() - self._began
+        updates, say = self._read, self._job.say
         values = {
             "updates": self._start + len(updates),
             "seconds": seconds,  # since this start, including evaluation and checkpoints

@@ -44,7 +44,8 @@ class Wrapped:
         for group, base, factor in zip(
             self.inner.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
         ):
-            group["initial_lr"], group["lr"] = base, base * factor(stepped)
+            group["initial_lr"] = base
+            group["lr"] = base * factor(stepped)
 
     @property
     def is_deepspeed(self) -> bool:
@@ -155,7 +156,8 @@ def _deepspeed(model: nn.Module, config: Config, job: Job, updates: int) -> Wrap
 
 def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
     """Wraps in DDP, FSDP or DeepSpeed, whichever `accelerate launch` and its config file choose."""
-    is_cpu, is_deepspeed = job.device.type == "cpu", os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    is_cpu = job.device.type == "cpu"
+    is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if is_cpu and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         stop("Accelerate's config asks for FSDP, and on CPU it would make DDP of it; use --engine fsdp2, or GPUs")
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION", "1") == "1":

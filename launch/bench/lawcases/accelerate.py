@@ -70,7 +70,8 @@ def token_recipe(task: Task) -> Outcome:
     from torch.nn.functional import cross_entropy
 
     accelerator, model, optimizer, loader, seen = prepared(task)
-    batches, steps = iter(loader), accelerator.gradient_accumulation_steps
+    batches = iter(loader)
+    steps = accelerator.gradient_accumulation_steps
     remainder = len(loader) % steps or steps
     updates = -(-len(loader) // steps)
     for update in range(updates):

@@ -134,7 +134,8 @@ def criterion(kind: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def clip_loss(queries: Tensor, documents: Tensor, scale: Tensor) -> Tensor:
-    scores, own = scale * queries @ documents.T, torch.arange(len(queries))
+    scores = scale * queries @ documents.T
+    own = torch.arange(len(queries))
     return (cross_entropy(scores, own) + cross_entropy(scores.T, own)) / 2
 
 

@@ -51,7 +51,8 @@ def judge(case: Case, outcomes: list[Outcome], dtype: torch.dtype) -> Verdict:
         expected = exact_change(case, window, before)
         found.append(((moved - expected).norm() / expected.norm()).item())
     error = max(found)
-    made, due, notes = len(weights) - 1, len(windows), []
+    made, due = len(weights) - 1, len(windows)
+    notes = []
     if made != due:
         notes.append(f"{made} updates, exact {due}")
     if apart:
