@@ -113,9 +113,24 @@ def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs,
 def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
     done = run(programs, "gpu.py", "--device", "cpu", "--small", "--out", tmp_path / "gpu")
     assert done.status == 0, done.text + done.errors
-    parts = {"exact": 15, "waits": 10, "memory": 6, "auto": 1, "pace": 1, "fsdp2": 2, "rates": 3}
+    parts = {"exact": 15, "waits": 10, "memory": 6, "auto": 1, "fsdp2": 2, "rates": 3}
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: len(found[name]["rows"]) for name in parts} == parts
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "row"),
+    [
+        ("audit.py", ("--rounds", 1, "--updates", 17, "--ranks", 1), "36 tensors"),
+        ("memory.py", ("--only", "plain, by", "--batch-size", 2, "--sizes", 1), "plain, by hand"),
+        ("pace.py", ("--rounds", 1, "--cases", 1), "1, 2, 8, 10"),
+        ("ranks.py", ("--ranks", 2, "--rounds", 2, "--parameters", 1000), "2"),
+    ],
+)
+def test_other_programs_run_small_to_their_end(programs, tmp_path, program, options, row):
+    done = run(programs, program, *options, "--out", tmp_path / "page")
+    assert done.status == 0, done.text + done.errors
+    assert f"\n| {row} |" in (tmp_path / "page.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +138,7 @@ def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
     [
         ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
-        ("two_nodes.py", ["--rate", "fast"]),
+        ("ranks.py", ["--rounds", "few"]),
         ("law.py", ["--timeout", "90"]),
     ],
 )
