@@ -76,8 +76,8 @@ def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor
     order = Order(len(task.train), config.batch_size, config.seed)
     optimizer, schedule = make_optimizer(model, config, config.updates or config.epochs * order.updates_per_epoch)
     shapes, expected = ({name: one.shape for name, one in of.items()} for of in (weights, model.state_dict()))
-    if found := sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)):
-        stop(f"the run's weights are those of another model than its config.json names, as in {found[0]}")
+    if other := sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)):
+        stop(f"the run's weights are those of another model than its config.json names, as in {other[0]}")
     worst = {"a loss": 0.0, "a learning rate": 0.0}
     for update, seen in enumerate(log):
         keys = order.of_update(update).tolist()

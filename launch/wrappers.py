@@ -43,8 +43,8 @@ def fully_sharded(
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of(module, shape) if mesh is None else mesh
-    for one in (*parts, *([module] if root else [])):
-        fully_shard(one, mesh=mesh, **options)
+    for part in (*parts, *([module] if root else [])):
+        fully_shard(part, mesh=mesh, **options)
     return module
 
 
@@ -113,11 +113,11 @@ def zero_weights(engine: Any) -> Tensor:
 
 def deepspeed_variables(device: str = "cpu") -> dict[str, str]:
     """The environment variables that DeepSpeed reads when it is imported and when an engine is made."""
-    found = {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    variables = {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
     if device == "cpu":  # without them it looks for a GPU
         world = dist.get_world_size() if dist.is_initialized() else 1
-        found |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(world))}
-    return found
+        variables |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(world))}
+    return variables
 
 
 @contextmanager

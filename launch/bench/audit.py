@@ -65,7 +65,7 @@ def train(shape: str, updates: int, is_audited: bool) -> tuple[float, float, Ten
 
 def measure(updates: int, rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    found = []
+    measured = []
     for shape in SHAPES:
         pairs = []
         for turn in range(rounds + 1):  # the first warms up
@@ -80,8 +80,8 @@ def measure(updates: int, rounds: int) -> list[dict[str, Any]]:
             "others": quartiles([one[1] / plain[1] for plain, one in pairs]),
             "all": quartiles([sum(one[:2]) / sum(plain[:2]) for plain, one in pairs]),
         }
-        found.append({"shape": shape, "milliseconds": milliseconds, **ratios})
-    return found
+        measured.append({"shape": shape, "milliseconds": milliseconds, **ratios})
+    return measured
 
 
 def main() -> None:
@@ -104,13 +104,13 @@ def main() -> None:
     )
     rows = []
     for ranks in options.ranks:
-        for one in in_ranks(ranks, measure, options.updates, options.rounds, seconds=3000)[0]:
-            rows.append({"ranks": ranks, **one})
+        for row in in_ranks(ranks, measure, options.updates, options.rounds, seconds=3000)[0]:
+            rows.append({"ranks": ranks, **row})
     heads = ("parameters", "ranks", "ms per micro-step", f"first {FIRST} updates", "the others", "all")
     kinds = ("first", "others", "all")
     cells = [
-        (one["shape"], one["ranks"], f"{one['milliseconds']:.1f}", *(spelled(one[kind]) for kind in kinds))
-        for one in rows
+        (row["shape"], row["ranks"], f"{row['milliseconds']:.1f}", *(spelled(row[kind]) for kind in kinds))
+        for row in rows
     ]
     write(options.out, "\n".join([*lines, *table(heads, cells)]), {**about, "rows": rows})
 

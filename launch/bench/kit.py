@@ -212,8 +212,8 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def relative_difference(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value - expected).norm() / expected.norm()).item()
 
 
 def circumstances(device: torch.device) -> dict[str, str]:

@@ -89,15 +89,15 @@ def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def measure(libraries: Sequence[str], cases: Sequence[str], seconds: float) -> dict[str, dict[str, Verdict]]:
-    found: dict[str, dict[str, Verdict]] = {}
+    verdicts: dict[str, dict[str, Verdict]] = {}
     for number, name in enumerate(libraries):
-        found[name] = {}
+        verdicts[name] = {}
         for key in cases:
             began = time.monotonic()
-            found[name][key] = verdict = verdict_of(name, key, seconds, 29600 + number)
+            verdicts[name][key] = verdict = verdict_of(name, key, seconds, 29600 + number)
             took = time.monotonic() - began
             print(f"{name}, {key}: {spelled(verdict)} {verdict.note} ({took:.0f} s)", file=sys.stderr, flush=True)
-    return found
+    return verdicts
 
 
 def spelled(verdict: Verdict) -> str:
@@ -144,16 +144,16 @@ def main() -> int:
     if not 0 < options.timeout < 60:
         parser.error(f"--timeout {options.timeout:g} is not between 0 and 60 seconds, after which gloo itself gives up")
     torch.set_num_threads(1)
-    found = measure(options.libraries, options.cases, options.timeout)
+    verdicts = measure(options.libraries, options.cases, options.timeout)
     about = {**circumstances(CPU), "timeout": f"{options.timeout:g} s"}
-    versions = versions_of(LIBRARIES[name] for name in found)
+    versions = versions_of(LIBRARIES[name] for name in verdicts)
     lines = header("The law, library by library", about, *NOTES, f"Versions: {listed(versions) or 'torch alone'}.")
-    rows = [[LIBRARIES[name].name, *(spelled(cells[key]) for key in options.cases)] for name, cells in found.items()]
+    rows = [[LIBRARIES[name].name, *(spelled(cells[key]) for key in options.cases)] for name, cells in verdicts.items()]
     lines += table(["", *(CASES[key].title for key in options.cases)], rows)
     lines += [*(f"- **{CASES[key].title}**: {CASES[key].about}" for key in options.cases)]
-    cells: dict[str, Any] = {name: {key: asdict(v) for key, v in row.items()} for name, row in found.items()}
+    cells: dict[str, Any] = {name: {key: asdict(v) for key, v in row.items()} for name, row in verdicts.items()}
     write(options.out, "\n".join(lines), {**about, "versions": versions, "cells": cells})
-    broken = [key for key, verdict in found.get("distaccum", {}).items() if verdict.verdict != "exact"]
+    broken = [key for key, verdict in verdicts.get("distaccum", {}).items() if verdict.verdict != "exact"]
     if broken:
         print(f"distaccum is not exact in: {', '.join(broken)}")
     return 1 if broken else 0

@@ -125,14 +125,14 @@ def of_parameters(contender: Contender) -> dict[str, Any]:
 
 def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for one in chosen:
-        print(one, file=sys.stderr)
-        if one.on_ranks:
-            given = str(one), options.batch_size, options.sizes
+    for contender in chosen:
+        print(contender, file=sys.stderr)
+        if contender.on_ranks:
+            given = str(contender), options.batch_size, options.sizes
             row = kit.in_ranks(2, measure_here, *given, seconds=SECONDS, anew=True)[0]
         else:  # even in a group of one, Accelerate would wrap the model in DDP
             sizes = ["--sizes", *map(str, options.sizes)]
-            row = kit.in_fresh_process("--here", str(one), "--batch-size", str(options.batch_size), *sizes)
+            row = kit.in_fresh_process("--here", str(contender), "--batch-size", str(options.batch_size), *sizes)
             row["peaks"] = {int(size): peak for size, peak in row["peaks"].items()}
         rows.append(row)
     return rows

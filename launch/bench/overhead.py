@@ -45,7 +45,7 @@ def measure(keys: Sequence[Key], rounds: int) -> dict[Key, list[float]]:
     turns = {key: partial(repeat, window, num_windows(key)) for key, window in windows.items()}
     clock = time.perf_counter if shared else time.process_time
     taken = in_turns(turns, rounds, CPU, before=windows, clock=clock)
-    return {key: [one / num_windows(key) for one in found] for key, found in taken.items()}
+    return {key: [seconds / num_windows(key) for seconds in turns_of] for key, turns_of in taken.items()}
 
 
 def set_up(contender: Contender, steps: int) -> Loop:
@@ -94,7 +94,7 @@ def rows(taken: Taken, steps: Sequence[int]) -> list[dict[str, Any]]:
     def one_more(loop: tuple[str, str]) -> float:
         return (microseconds(loop, many) * many - microseconds(loop, few) * few) / max(many - few, 1)
 
-    found = []
+    compared = []
     for engine, name in loops:
         loop = engine, name
         by_steps = {}
@@ -104,18 +104,18 @@ def rows(taken: Taken, steps: Sequence[int]) -> list[dict[str, Any]]:
             by_steps[num] = {"microseconds": microseconds(loop, num), "ratio": ratio}
         more = {"microseconds": one_more(loop), "ratio": one_more(loop) / one_more(reference)}
         spelled_out = f"{name}, {engine.removeprefix('DDP, ')}" if engine == EVERY else name
-        found.append({"loop": spelled_out, "steps": by_steps, "one_more": more if many > few else None})
-    return found
+        compared.append({"loop": spelled_out, "steps": by_steps, "one_more": more if many > few else None})
+    return compared
 
 
-def lines_of(title: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
+def lines_of(title: str, compared: Sequence[Mapping[str, Any]]) -> list[str]:
     cells = []
-    for row in found:
+    for row in compared:
         of_steps = [f"{cell['microseconds']:.0f} us, {spelled(cell['ratio'])}" for cell in row["steps"].values()]
         more = row["one_more"]
         one_more = "-" if more is None else f"{more['microseconds']:.0f} us, {more['ratio']:.2f}"
         cells.append([row["loop"], *of_steps, one_more])
-    return [f"## {title}", "", *table(["micro-steps per window", *found[0]["steps"], "one more"], cells)]
+    return [f"## {title}", "", *table(["micro-steps per window", *compared[0]["steps"], "one more"], cells)]
 
 
 def main() -> None:

@@ -128,7 +128,7 @@ def seconds_of(way: Way, case: tuple[int, int, int, int]) -> float:
 
 def measure(cases: list[tuple[int, int, int, int]], rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    found = []
+    measured = []
     for case in cases:
         ways = ALONE if not dist.is_initialized() else ON_RANKS
         hand: list[float] = []
@@ -137,18 +137,18 @@ def measure(cases: list[tuple[int, int, int, int]], rounds: int) -> list[dict[st
             hand.append(seconds_of(by_hand, case))
             for name, way in {"by hand, again": by_hand, **ways}.items():
                 others[name].append(seconds_of(way, case) / hand[-1])
-        found.append({"case": case, "milliseconds": 1000 * sorted(hand)[len(hand) // 2], "ratios": others})
-    return found
+        measured.append({"case": case, "milliseconds": 1000 * sorted(hand)[len(hand) // 2], "ratios": others})
+    return measured
 
 
-def lines_of(found: list[dict[str, Any]]) -> list[str]:
-    names = list(found[0]["ratios"])
+def lines_of(measured: list[dict[str, Any]]) -> list[str]:
+    names = list(measured[0]["ratios"])
     rows = []
-    for one in found:
-        steps, workers, load, compute = one["case"]
-        values = [sorted(one["ratios"][name]) for name in names]
+    for case in measured:
+        steps, workers, load, compute = case["case"]
+        values = [sorted(case["ratios"][name]) for name in names]
         ratios = [{"median": v[len(v) // 2], "least": v[0], "most": v[-1]} for v in values]
-        rows.append([f"{steps}, {workers}, {load}, {compute}", f"{one['milliseconds']:.0f}", *map(spelled, ratios)])
+        rows.append([f"{steps}, {workers}, {load}, {compute}", f"{case['milliseconds']:.0f}", *map(spelled, ratios)])
     return table(["steps, workers, load ms, compute ms", "by hand, ms", *names], rows)
 
 

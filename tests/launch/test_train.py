@@ -190,17 +190,8 @@ def images(folder: Path, number: int) -> Path:
 
 
 def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
-    data = (
-        "--data",
-        images(tmp_path / "images", 15),
-        "--batch-size",
-        8,
-        "--micro-batch-size",
-        2,
-        "--augment",
-        "--epochs",
-        2,
-    )
+    data = ("--data", images(tmp_path / "images", 15), "--augment", "--epochs", 2)
+    data = (*data, "--batch-size", 8, "--micro-batch-size", 2)
     for out, ranks, more in (("one", 1, ()), ("two", 2, ()), ("workers", 1, ("--workers", 2))):
         trained(programs, tmp_path / out, *SMALL, *data, "--precision", "float64", *more, ranks=ranks)
         proven(programs, tmp_path / out, 1e-10)

@@ -152,7 +152,7 @@ def net_of(case: Case) -> nn.Module:
 def micro_batches(case: Case) -> list[Batch]:
     """All micro-batches of the loader, for all ranks."""
     torch.manual_seed(2)
-    found = []
+    batches = []
     for i, (window, _) in enumerate(case.owners()):
         size = case.sizes[i] if case.sizes else 4
         inner = (TOKENS,) if case.kind in ("tokens", "aux") else ()
@@ -165,5 +165,5 @@ def micro_batches(case: Case) -> list[Batch]:
             batch["factor"] = torch.full((size,), 1e36 if overflows else 1.0, dtype=case.dtype)
         if case.kind == "clip":
             batch["y"] = torch.randn(size, 4, dtype=case.dtype)
-        found.append(batch)
-    return found
+        batches.append(batch)
+    return batches

@@ -38,19 +38,19 @@ def judge(case: Case, outcomes: list[Outcome], dtype: torch.dtype) -> Verdict:
     first = outcomes[0]
     apart = not all(same(one.weights[-1], first.weights[-1]) for one in outcomes)
     weights = [first.weights[0]]
-    for one in first.weights[1:]:
-        if not torch.equal(one, weights[-1]):
-            weights.append(one)
+    for after in first.weights[1:]:
+        if not torch.equal(after, weights[-1]):
+            weights.append(after)
     windows = [w for w in range(len(case.lengths)) if w not in case.skipped]
     if not all(one.isfinite().all() for one in weights):
         return Verdict("wrong", math.nan, "weights become NaN")
-    found = []
+    errors = []
     for i, window in enumerate(windows):
         before = weights[min(i, len(weights) - 1)].double()
         moved = before - weights[min(i + 1, len(weights) - 1)].double()
         expected = exact_change(case, window, before)
-        found.append(((moved - expected).norm() / expected.norm()).item())
-    error = max(found)
+        errors.append(((moved - expected).norm() / expected.norm()).item())
+    error = max(errors)
     made, due = len(weights) - 1, len(windows)
     notes = []
     if made != due:
