@@ -26,17 +26,13 @@ CURES = {  # for options of torch's backward
     "window.heads(outputs, items)",
     "gradient": "give a scalar, such as (outputs * gradient).sum(); for several heads use window.heads(outputs, items)",
 }
-MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and so does float16 unless subnormal
 
 Loss = Tensor | float  # as recorded: a plain number if it is on the host, where reading it needs no wait
 
 
 @final
 class Losses:
-    """Gives each loss its share as the seed of backward, so that no factor enters the graph.
-
-    On the host, a window uses a seed again, unless it no longer has its value: a hook on a loss may write to it.
-    """
+    """Gives each loss its share as the seed of backward, so that no factor enters the graph."""
 
     def __init__(
         self, job: Job, reductions: Mapping[str, Reduction], totals: Mapping[str, float], device: torch.device
@@ -48,7 +44,6 @@ class Losses:
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         self._terms: list[tuple[int, str, float, Loss]] = []  # micro-batch, name, share, loss
         self._shares: dict[Counts, float] = {}  # where there is one loss
-        self._seeds: dict[float, tuple[Tensor, Any]] = {}  # by share; with their values, which are rounded
         self._given: set[str] = set()  # names that had a loss in this micro-batch
         # For contrast(): the loss over all pairs, the same on all ranks, with the fraction that this rank adds to the
         # record; and the largest representation of each micro-batch.
@@ -116,33 +111,19 @@ class Losses:
                 "the loss itself: window.backward(loss)"
             )
         if loss.dtype in HALF:
-            self._look_at_rounding(loss.dtype, share)
+            if math.frexp(share)[0] not in (0.0, 0.5):  # 0 and powers of two are exact
+                self._once(
+                    "half",
+                    f"a loss in {loss.dtype} rounds its share, {share:.6g}, to that dtype in backward (an error of up "
+                    "to 0.2% in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
+                )
             loss = loss.float()
         if share and micro is not None:
             # The record keeps its own copy, since the caller may change the loss in place, or in a hook.
             own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
             self._terms.append((micro.number, name, share, own))
-        seed, value = self._seeds.get(share, (loss, None))
-        if value is None or number_of(seed) != value or seed.dtype is not loss.dtype or not loss.is_cpu:
-            seed = loss.new_full((), share)
-            if loss.is_cpu:
-                self._seeds[share] = seed, number_of(seed)
+        seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
-
-    def _look_at_rounding(self, dtype: torch.dtype, share: float) -> None:
-        """Raises or warns if half precision rounds the share: backward casts the gradient of a cast loss back down."""
-        rounded = torch.tensor(share, dtype=dtype, device="cpu").item()
-        if self._scaler is None and abs(rounded - share) > MOST_ROUNDING * share:
-            raise ValueError(
-                f"backward() got a loss in {dtype}, which rounds its share, {share:.6g}, to {rounded:.6g}, and the "
-                "gradient with it; compute it in float32: criterion(outputs.float(), ...)"
-            )
-        if rounded != share:
-            self._once(
-                "half",
-                f"a loss in {dtype} rounds its share, {share:.6g}, to that dtype in backward (an error of up to 0.2% "
-                "in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
-            )
 
     # The record
 
