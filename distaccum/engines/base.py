@@ -104,24 +104,18 @@ class Gradient:
             )
         gradients = self._gradients()
         if self.known is None and not (self._cuts or self._stages) and gradients and all(map(_is_here, gradients)):
-            norm = math.hypot(*map(number_of, norms_of(gradients, 2.0)))
-        else:
-            norm = float(number_of(self.take()))  # type: ignore[arg-type]  # it is a tensor
-        if math.isfinite(norm) or self.parameters is None:
-            return norm
-        # Squares of finite elements may have overflowed, which those of smaller ones do not.
-        shrink = 2.0 ** (-80 if self._device.type == "mps" else -600)
-        return float(number_of(self._take(shrink)) / shrink)
+            return math.hypot(*map(number_of, norms_of(gradients, 2.0)))
+        return float(number_of(self.take()))  # type: ignore[arg-type]  # it is a tensor
 
-    def _take(self, shrink: float | None = None) -> Tensor:
-        """The norm over all ranks, of the gradient times `shrink`."""
+    def _take(self) -> Tensor:
+        """The norm over all ranks."""
         parts: dict[Groups, list[Tensor]] = {groups: [] for groups in self._cuts or ()}
         for i, parameter in enumerate(self.parameters or ()):
             if parameter.grad is not None:
                 gradient, groups = _local_part(parameter)
                 parts.setdefault(self._cuts[i] if self._cuts else groups, []).append(gradient)
         # A rank adds up each group's parts, even if it has none.
-        norms = [_norm_over(groups, total_norm(part, shrink).to(self._device)) for groups, part in parts.items()]
+        norms = [_norm_over(groups, total_norm(part).to(self._device)) for groups, part in parts.items()]
         return _norm_over(self._stages, norms[0] if len(norms) == 1 else total_norm(norms).to(self._device))
 
 
@@ -160,12 +154,9 @@ def _norm_over(groups: Groups, norm: Tensor) -> Tensor:
     return square.sqrt()
 
 
-def total_norm(gradients: Sequence[Tensor], shrink: float | None = None) -> Tensor:
-    """The norm of all gradients (times `shrink`), in float32 at least."""
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients, in float32 at least."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    if shrink is not None:
-        wide = [torch.promote_types(one.dtype, widest(torch.empty((), device=one.device)).dtype) for one in dense]
-        dense = [gradient.to(dtype) * shrink for gradient, dtype in zip(dense, wide, strict=True)]
     # The norm of a number is its size.
     return get_total_norm([vector_norm(one, dtype=torch.float32) if one.dtype in HALF else one for one in dense])
 
