@@ -2,12 +2,15 @@
 
 import copy
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -283,6 +286,7 @@ REFUSED = {
     "frozen late": "0.0.weight was frozen after DDP wrapped the model",
     "thawed late": "0.0.weight is trained but was frozen or absent when DDP wrapped",
     "in backward": "steps inside backward",
+    "in its hook": "steps inside backward",
 }
 
 
@@ -297,6 +301,10 @@ def test_models_that_cannot_accumulate_are_refused():
 
             _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.1})
         ddp = DistributedDataParallel(module)
+        if what == "in its hook":
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True)
+            with patch.object(dist, "get_backend", lambda *_: "nccl"):  # torch refuses to make it for gloo
+                ddp.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, ddp, zero))
         if what == "frozen early":
             module[0][0].weight.requires_grad_(False)
         if "late" not in what:

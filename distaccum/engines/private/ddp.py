@@ -45,12 +45,13 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
             "reduced before; wrap the model without it"
         )
     hooks = [getattr(hook, "__qualname__", "") for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-    if any("hook_then_optimizer" in name for name in hooks) or any(
+    if any("hook_then_optimizer" in name or "hook_with_zero" in name for name in hooks) or any(
         hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.parameters()
     ):
         raise ValueError(
-            "an optimizer that steps inside backward (_apply_optimizer_in_backward, _register_fused_optim) would "
-            "step on each micro-step; give the Accumulator an ordinary optimizer"
+            "an optimizer that steps inside backward (_apply_optimizer_in_backward, _register_fused_optim, "
+            "hook_with_zero_step with overlap_with_ddp=True) would step on each micro-step; give the Accumulator an "
+            "ordinary optimizer"
         )
 
 
