@@ -105,6 +105,11 @@ def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> Any:
     group = wrappers[0].process_group
     over = {(*dist.get_process_group_ranks(one.process_group), private.num_replicas(one)) for one in wrappers}
     ranks = dist.get_world_size(group) * private.num_replicas(wrappers[0])
+    if dist.get_world_size(group) == 1 < ranks:
+        raise ValueError(
+            f"FSDP1 with a hybrid strategy over {ranks} replicas of one shard, where torch reduces nothing; use "
+            "sharding_strategy=ShardingStrategy.NO_SHARD without device_mesh, or fully_shard with the same mesh"
+        )
     if len(over) > 1 or ranks not in (dist.get_world_size(group), dist.get_world_size()):
         raise ValueError(
             f"the model holds FSDP1 modules over {ranks} of {dist.get_world_size()} ranks, in {len(over)} groups, "

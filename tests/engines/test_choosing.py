@@ -14,7 +14,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, DistaccumError, choosing
 from distaccum.engines import Engine
 from distaccum.private import replaced, require
-from tests.support.engines import KINDS, fully_sharded
+from tests.support.engines import KINDS, fully_sharded, mesh_of, wrappers
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import make_net, make_net_without_router
 from tests.support.programs import ROOT
@@ -55,6 +55,18 @@ CURES = [
     "DistributedDataParallel and FSDP2 (fully_shard), expected one kind",
     "sync='replicas', expected one of 'last', 'every', 'gathered' for FSDP2",
 ]
+
+
+@on_ranks(2)
+def test_hybrid_strategy_of_one_shard_is_refused():
+    """Torch warns that it switches to NO_SHARD, over the one rank of the shard, and reduces nothing."""
+    mesh = mesh_of((2, 1), "replicas", "shards")
+    for name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = wrappers.fsdp1(make_net_without_router(), [], strategy=name, device_mesh=mesh)
+        said = refused(Accumulator, model, SGD(model.parameters(), lr=0.1))
+        assert "over 2 replicas of one shard, where torch reduces nothing; use" in said, said
 
 
 @on_ranks(2)
