@@ -213,6 +213,8 @@ class DeepSpeedEngine(Engine):
     def step(self, optimizers: Sequence[Optimizer], gradient: Gradient, max_norm: float | None) -> str | None:
         engine = self._deepspeed
         self._guards.close()
+        if max_norm is not None:
+            gradient.take()  # DeepSpeed clips it
         # An unmanaged engine would reduce again in step.
         with replaced(engine, enable_backward_allreduce=self._form != "no_sync"):
             engine.step()

@@ -196,6 +196,17 @@ def test_bf16_adds_up_in_float32_with_grad_accum_dtype(stage, sync, accumulate, 
         assert error(masters - read_masters(engine), exact) <= bound
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_norm_is_told_whoever_takes_it(stage):
+    """Stage 0 has torch's own optimizer, and DeepSpeed clips; no check for NaN takes the norm before."""
+    engine, _, _ = initialize(stage, gradient_clipping=0.05)
+    accumulator, plain = Accumulator(engine, max_norm=0.05, on_nonfinite="ignore"), make_net_without_router()
+    exact = exact_at(zero_weights(engine), plain, everything(EVEN, 0, F32))
+    update = run_window(accumulator.window(own(EVEN, 0, F32)), engine).step()
+    assert update.grad_norm == pytest.approx(float(exact.norm()), rel=1e-5)
+
+
 @on_ranks(2)
 def test_engine_that_also_divides_clips_or_scales_is_refused_with_the_cure():
     clips, foreign = {"gradient_clipping": 1.0}, SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
