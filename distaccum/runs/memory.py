@@ -17,9 +17,9 @@ from ..job import Job
 from ..law import DistaccumError, whole_number
 
 # Devices, the host, the host on Windows, and libraries say this where they have no error class of their own for it.
-# NOT_SUPPORTED is cuDNN's error if its workspace does not fit.
+# cuBLAS is not initialized, and cuDNN supports nothing, where their handle or workspace does not fit.
 MESSAGES = (
-    *("out of memory", "can't allocate memory", "not enough memory"),
+    *("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_NOT_INITIALIZED"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
 )
 # As many updates go by before a larger size is tried.

@@ -139,7 +139,8 @@ def test_out_of_memory_errors_are_recognised_and_no_others():
         bytearray(1 << 62)
     wrapped = ValueError("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError()
-    for one in (host.value, python.value, wrapped, RuntimeError("CUDA error: out of memory")):
+    handle = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    for one in (host.value, python.value, wrapped, RuntimeError("CUDA error: out of memory"), handle):
         assert is_out_of_memory(one)
     for one in (RuntimeError("shapes differ"), KeyError("out of memory"), ValueError("out of memory")):
         assert not is_out_of_memory(one)
