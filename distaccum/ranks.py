@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 from .law import NUM_LARGEST, DistaccumError, LostRanksError, Reports, refuse_to_differ
 from .text import in_short
 
-# Errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
-LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
+# Errors of gloo, NCCL and their store when a rank is gone or late. Types do not tell: NCCL's is also that of misuse.
+LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]im(ed? ?|ing )out|ncclRemoteError|aborted")
 logger = logging.getLogger("distaccum")  # by default to stderr
 # torch 2.13 renamed it.
 gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -240,7 +240,7 @@ def raise_if_lost(error: BaseException) -> None:
     is_ours = isinstance(error, DistaccumError) or not isinstance(error, RuntimeError)
     if is_ours or not (dist.is_available() and dist.is_initialized()):
         return
-    if isinstance(error, dist.DistBackendError) or LOST.search(str(error)):
+    if LOST.search(str(error)):
         raise LostRanksError(
             f"rank {dist.get_rank()} lost contact with the other ranks: one has died, failed, or exceeded the process "
             f"group's timeout ({in_short(error)}). The group cannot be used any more; start all ranks again, from a "
