@@ -103,6 +103,7 @@ class Job:
         """Resets the state that changes from window to window."""
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
+        self.due: list[Any] = []  # schedules that have yet to step for an update whose weights have moved
         self.start: Start | None = None  # of the window that is planned and not stepped, whoever holds it
         self.num_contrasts = 0  # completed in this process
         self.unused: set[int] = set()  # ids of parameters without a gradient, as the last window left them
@@ -113,21 +114,21 @@ class Job:
         self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite
         self.tamper = Tamper(self.engine, self.scaler, self.optimizers)
 
-    def schedules_due(self) -> list[Any]:
-        """The schedules to step; warns if one has moved since the last update, according to `epochs`."""
+    def watch_schedules(self) -> None:
+        """Warns if a schedule has moved since the last update, according to `epochs`."""
         if any(getattr(one, "last_epoch", 0) > then for one, then in zip(self.schedulers, self.epochs, strict=False)):
             self.once(
                 "scheduler",
                 "scheduler.step() was called beside window.step(), which steps the schedule once per update, so it "
                 "runs ahead; leave the call out, or step the schedule yourself and leave scheduler= out",
             )
-        return list(self.schedulers)
 
-    def step_schedules(self, due: list[Any]) -> None:
-        """Steps each schedule once, even if Ctrl-C comes between two of them and this is called again."""
-        while due:
-            due.pop(0).step()
-        self.epochs[:] = [getattr(one, "last_epoch", 0) for one in self.schedulers]
+    def step_schedules(self) -> None:
+        """Steps each schedule that is due once, even if Ctrl-C comes between two of them and this is called again."""
+        if self.due:
+            while self.due:
+                self.due.pop(0).step()
+            self.epochs[:] = [getattr(one, "last_epoch", 0) for one in self.schedulers]
 
     @property
     def most(self) -> int | None:

@@ -69,6 +69,7 @@ class Planner:
         """Makes way for the next window."""
         job = self.job
         self.close_previous()
+        job.step_schedules()  # those that a loaded state says are due
         job.start = Start()
         for adapter in job.adapters:
             adapter.begin()

@@ -316,7 +316,7 @@ class Window(Generic[Batch]):
             )
         job, skipped = self._job, self._job.skipped
         job.lacks_step = False
-        due = job.schedules_due() if job.schedulers else []
+        job.watch_schedules()
         if job.steps and any(all(one.grad is None for one in group) for group in self._final):
             give_up(self, "gradients were cleared between the window's loop and its step()")
         try:
@@ -327,11 +327,11 @@ class Window(Generic[Batch]):
             self._close(Stage.STEPPED)
             for adapter in job.adapters:
                 adapter.after_step(reason is None)
-            if due and reason is None:
-                job.step_schedules(due)
+            job.step_schedules()
         except BaseException as error:
             if not self._has_stepped:
                 job.index, job.skipped, job.start = self.index, skipped, self.start
+                job.due.clear()
                 self.discard()  # the gradient may be half unscaled or half clipped
                 raise_if_lost(error)
                 raise
@@ -340,7 +340,7 @@ class Window(Generic[Batch]):
             self._close(Stage.STEPPED)
             if job.scaler is not None:
                 job.scaler.update(job.scaler.get_scale())  # the same; forgets what was unscaled
-            job.step_schedules(due)
+            job.step_schedules()
             raise
         seconds = time.perf_counter() - self._started
         update = Update(self.index, self.counts, self._num_own, reason is None, reason, seconds, {}, record)
@@ -399,8 +399,10 @@ class Window(Generic[Batch]):
     def move_on(self, skipped: int = 0) -> None:
         """Makes the next update the one at which a job resumes, after `skipped` in a row; does so once."""
         job = self._job
-        if job.scaler is not None and job.optimizers and not skipped and job.index == self.index:
-            job.scaler.update()
+        if not skipped and job.index == self.index:
+            job.due = list(job.schedulers)
+            if job.scaler is not None and job.optimizers:
+                job.scaler.update()
         job.index, job.skipped, job.start = self.index + 1, skipped, None
 
     # The end

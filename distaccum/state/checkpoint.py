@@ -41,6 +41,7 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
     return {
         "index": job.index,
         "skipped": job.skipped,
+        "due": len(job.due),
         "fit": fit_of(job).state(),
         **{extension.key: extension.state() for extension in job.extensions if extension.key},
         "scaler": job.scaler.state_dict() if job.scaler else None,
@@ -63,7 +64,8 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     if (scaler is None) != (job.scaler is None):
         has, wants = ("no", "one") if scaler is None else ("a", "none")
         raise ValueError(f"the state holds {has} scaler and this accumulator has {wants}; give both the same")
-    index, skipped, ranks = (whole_number(name, state[name], OF_STATE, 0) for name in ("index", "skipped", "ranks"))
+    names = "index", "skipped", "due", "ranks"
+    index, skipped, due, ranks = (whole_number(name, state[name], OF_STATE, 0) for name in names)
     for name in ("fit", "scaler"):
         if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
             raise ValueError(f"the state has {name}={state[name]!r}, expected a dict{OF_STATE}")
@@ -84,6 +86,8 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
         window.discard()
     planner.clear_orphan(warns=False)
     job.epochs.clear()
+    # They step when the next window is planned: until then they may be loaded too.
+    job.due = job.schedulers[-due:] if due else []
     job.random.resume(part["random"], is_between=part["is_between"])
     planner.place.load(part["loader"])
     job.index = index
