@@ -16,7 +16,7 @@ from .law import Reduction, share_of
 from .meshes.sharing import whole_loss
 from .norms import HALF, number_of
 from .ranks import Peers
-from .scaling import is_scaled_by
+from .scaling import is_scaled
 
 CURES = {  # for options of torch's backward
     "retain_graph": "for several losses of one forward use window.heads(outputs, items), or add them up",
@@ -40,6 +40,8 @@ class Losses:
         self._names, self.reductions, self._totals = tuple(reductions), reductions, totals
         self.has_several = len(self._names) > 1
         self._engine, self._scaler, self._once, self._device = job.engine, job.scaler, job.once, device
+        # Without a scaler the first loss of all is looked at. A caller who steps may have a scaler of his own.
+        self._looks = job.steps and "scale" not in job.once.keys
         self._scales = job.scales_seeds  # otherwise an adapter's backward multiplies by the scaler's scale
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         self._terms: list[tuple[int, str, float, Loss]] = []  # micro-batch, name, share, loss
@@ -105,11 +107,14 @@ class Losses:
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
             loss = whole_loss(loss, self._engine.peers.here if self._engine.peers.groups else ())
         scaler = self._scaler
-        if scaler is not None and is_scaled_by(scaler, loss):
-            raise ValueError(
-                "backward() got a loss that scaler.scale() has multiplied, and the window scales it too; give it "
-                "the loss itself: window.backward(loss)"
-            )
+        if scaler is not None or self._looks:
+            if is_scaled(loss, scaler):
+                raise ValueError(
+                    "backward() got a loss that scaler.scale() has multiplied, expected the loss itself: "
+                    "window.backward(loss); Accumulator(..., scaler=scaler) scales it, and unscales the gradient"
+                )
+            self._looks = False
+            self._once.keys.add("scale")
         if loss.dtype in HALF:
             if math.frexp(share)[0] not in (0.0, 0.5):  # 0 and powers of two are exact
                 self._once(

@@ -6,6 +6,7 @@ The public way reads the device, or all gradients again. If a name is missing: A
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,9 @@ from torch.optim import Optimizer
 
 from .law import DistaccumError
 from .private import version_of
+
+# Nodes at the end of a loss's graph that leave it a multiple of what came before.
+ENDS = "MulBackward0", "DivBackward0", "AddBackward0"
 
 
 def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], stamp: object) -> list[Tensor]:
@@ -73,7 +77,18 @@ def stamp_of_scale(scaler: GradScaler, device: torch.device | None = None) -> ob
     return None if scale.is_inference() else (id(scale), version_of(scale))
 
 
-def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
-    """Tells whether `loss` came from `scaler.scale()`: the multiplication saves the scale for its backward."""
-    factor, scale = getattr(loss.grad_fn, "_saved_other", None), scaler._scale
-    return isinstance(factor, Tensor) and scale is not None and factor.data_ptr() == scale.data_ptr()
+def is_scaled(loss: Tensor, scaler: GradScaler | None) -> bool:
+    """Tells whether `loss` came from `scale()` of this scaler (None: of any): its product saves the scale for backward.
+
+    Divisions and sums may follow. Any scaler is found among all objects alive, and only if the loss is such a product.
+    """
+    node: Any = loss.grad_fn
+    while type(node).__name__ in ENDS:
+        factor = getattr(node, "_saved_other", None)
+        if isinstance(factor, Tensor) and not factor.ndim and factor.dtype is torch.float32:
+            alive = gc.get_objects() if scaler is None else [scaler]
+            scales: list[Any] = [one._scale for one in alive if issubclass(type(one), GradScaler)]
+            if any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales):
+                return True
+        node = node.next_functions[0][0]
+    return False

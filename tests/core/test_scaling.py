@@ -250,11 +250,32 @@ def test_loss_in_half_precision_whose_share_it_rounds_is_warned_of_once():
 
 @pytest.mark.parametrize(
     "scale",
-    [lambda scaler, loss: scaler.scale(loss), lambda scaler, loss: scaler.scale(loss.half())],
-    ids=["scaled", "half"],
+    [
+        lambda scaler, loss: scaler.scale(loss),
+        lambda scaler, loss: scaler.scale(loss.half()),
+        lambda scaler, loss: scaler.scale(loss) / 4,
+        lambda scaler, loss: scaler.scale(loss) + scaler.scale(loss),
+    ],
+    ids=["scaled", "half", "divided", "added"],
 )
 def test_loss_scaled_by_the_caller_is_refused(scale):
     model, scaler, accumulator = scaled()
     run_window(accumulator.window(BATCHES), model).step()
-    with pytest.raises(ValueError, match=r"scaler.scale\(\) has multiplied"):
-        run_window(accumulator.window(BATCHES), model, lambda model, batch: scale(scaler, loss_of(model, batch)))
+    alone = Accumulator(model, SGD(model.parameters(), lr=0.1))  # nothing would unscale its gradients
+    for one in (accumulator, alone, alone):
+        with pytest.raises(ValueError, match=r"scaler.scale\(\) has multiplied, .* scaler=scaler\) scales it"):
+            run_window(one.window(BATCHES), model, lambda model, batch: scale(scaler, loss_of(model, batch)))
+
+
+def test_scale_of_a_caller_who_steps_and_factors_of_his_own_are_exact():
+    model, scaler = trunk(), GradScaler("cpu", init_scale=2.0**16)
+    optimizer, exact = SGD(model.parameters(), lr=0.1), gradient_of_trunk(BATCHES)
+    scaler.scale(torch.ones(1))
+    window = Accumulator(model).window(BATCHES)
+    run_window(window, model, lambda model, batch: scaler.scale(loss_of(model, batch)))
+    scaler.unscale_(optimizer)
+    assert error(gradient(model), exact) <= 1e-12
+    window.discard()
+    factor = torch.tensor(2.0**16)  # equal to the scale of a scaler that is alive
+    run_window(Accumulator(model, optimizer).window(BATCHES), model, lambda *given: loss_of(*given) * factor)
+    assert error(gradient(model), exact * 2.0**16) <= 1e-12
