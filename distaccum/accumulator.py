@@ -32,11 +32,12 @@ from .engines import Sync
 from .extension import Extension, join_all
 from .feeding.by_cost import ByCost
 from .guard import refuse_copy_of_ranks
+from .guesses import Answering, answering
 from .job import Job
 from .law import Reduction, Schedule
 from .loader import Windows, all_of
 from .meshes.pipeline import PipelineSchedule
-from .options import BatchNorm, Config, OnNonfinite, by_name, function, refuse_as_loader, suggesting
+from .options import BatchNorm, Config, OnNonfinite, by_name, function, refuse_as_loader
 from .planning import Planner
 from .runs.check.report import Report, check
 from .runs.contrast import Encode, PairsLoss, contrast
@@ -50,7 +51,7 @@ from .window import Window
 
 
 @final
-class Accumulator:
+class Accumulator(Answering):
     """Runs each update as a window of micro-batches whose gradient is that of one big batch.
 
     Args:
@@ -98,7 +99,7 @@ class Accumulator:
         DistaccumError: Accelerate or DeepSpeed is configured to accumulate or clip by itself.
     """
 
-    @suggesting
+    @answering
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | PipelineSchedule,
@@ -146,6 +147,7 @@ class Accumulator:
         """The index of the next update: the number of windows stepped or skipped so far."""
         return self._planner.job.index
 
+    @answering
     def windows(self, loader: Iterable[Batch], *, ahead: bool = True) -> Windows[Batch]:
         """Groups a loader into windows until no rank has a micro-batch left; call it once per epoch.
 
@@ -172,7 +174,8 @@ class Accumulator:
         refuse_as_loader(loader)
         return Windows(self._planner, loader, ahead=ahead)
 
-    def split(self, batch: Batch, length: int | None = None, whole: Names = ()) -> Window[Batch]:
+    @answering
+    def split(self, batch: Batch, *, length: int | None = None, whole: Names = ()) -> Window[Batch]:
         """Cuts `batch` into the micro-batches of one window: in order, as evenly as possible, the larger ones last.
 
         Args:
@@ -190,6 +193,7 @@ class Accumulator:
         columns = self._config.columns("split", length, whole)
         return self._planner.plan(cut_up(batch, self._planner.job, columns))
 
+    @answering
     def window(self, micro_batches: Iterable[Batch]) -> Window[Batch]:
         """Makes one window of micro-batches of your own.
 
@@ -202,6 +206,7 @@ class Accumulator:
         """
         return self._planner.plan(lambda _: Batches(all_of(micro_batches)))
 
+    @answering
     def update(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Update:
         """Cuts `batch`, runs every micro-batch through `loss_fn`, steps, and returns the record. Equivalent to::
 
@@ -228,6 +233,7 @@ class Accumulator:
         function("update", "loss_fn", loss_fn)
         return update(self._planner, batch, loss_fn, columns)
 
+    @answering
     def contrast(
         self, batch: Batch, encode: Encode[Batch], loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
     ) -> Update:
@@ -250,9 +256,10 @@ class Accumulator:
         """
         columns = self._config.columns("contrast", length, whole)
         function("contrast", "encode", encode)
-        function("contrast", "loss_fn", loss_fn)
+        function("contrast", "loss_fn", loss_fn, most=99)
         return contrast(self._planner, batch, encode, loss_fn, columns)
 
+    @answering
     def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
         """Reports whether accumulation equals the big batch, by how much their gradients differ, and why.
 

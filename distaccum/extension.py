@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .engines.base import Gradient
 from .job import Hooks, Job
+from .text import shown
 from .update import Update
 from .window import Window
 
@@ -88,7 +89,7 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
 def join_all(extensions: Sequence[Extension], job: Job, first: Extension) -> None:
     """Makes the extensions take part in the windows of `job`, after the `first`, or raises."""
     if not isinstance(extensions, list | tuple) or not all(isinstance(one, Extension) for one in extensions):
-        raise TypeError(f"extensions={extensions!r}, expected a list of distaccum.Extension, as [NoiseScale()]")
+        raise TypeError(f"extensions={shown(extensions)}, expected a list of distaccum.Extension, as [NoiseScale()]")
     keys = [one.key for one in extensions if one.key or type(one).numbers is not Extension.numbers]
     if len(set(keys)) < len(keys) or KEYS.intersection(keys):
         raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from .text import ranks_where
+from .text import ranks_where, shown
 
 
 class DistaccumError(RuntimeError):
@@ -67,7 +67,7 @@ def whole_number(name: str, value: Any, cure: str = "", least: int = 1) -> int:
         number = None
     if number is None or number < least:
         kind = TypeError if number is None else ValueError
-        raise kind(f"{name}={value!r}, expected a whole number of at least {least}{cure}")
+        raise kind(f"{name}={shown(value)}, expected a whole number of at least {least}{cure}")
     return number
 
 

@@ -5,27 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import cached_property, wraps
+from functools import cached_property
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.utils.data import Dataset, IterableDataset
 
-from .batch import Columns, Count, Names, count_samples, is_array
+from .batch import Columns, Count, Names, count_samples, count_tokens, is_array
 from .law import REDUCTIONS, Reduction, Schedule, whole_number
-from .text import a
+from .text import a, shown
 
 if TYPE_CHECKING:
     from .feeding.by_cost import ByCost
 
-# Names of arguments in other libraries.
-OTHER_NAMES = {
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), "steps"),
-    **dict.fromkeys(("clip", "max_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip"), "max_norm"),
-    "grad_scaler": "scaler",
-}
-Init = TypeVar("Init", bound=Callable[..., None])
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 BatchNorm = Literal["warn", "ignore"]
@@ -57,7 +49,7 @@ class Config:
                 "carry data, as mesh['data'] or mesh['replica', 'data']"
             )
         if self.max_norm is not None and not (hasattr(self.max_norm, "__float__") and self.max_norm > 0):
-            raise ValueError(f"max_norm={self.max_norm!r}, expected a number above 0, or None")
+            raise ValueError(f"max_norm={shown(self.max_norm)}, expected a number above 0, or None")
         if self.steps is not None and (self.batch_size is not None or self.micro_batch_size is not None):
             raise ValueError(
                 "steps is a number of micro-batches, batch_size and micro_batch_size are numbers of samples; give one "
@@ -143,7 +135,7 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
             raise TypeError(f"{name} is a pipeline's {kind}, expected its schedule, as the model")
         if not hasattr(item, needs) or isinstance(item, type):
             swapped = "; the model comes first, then the optimizer" * steps
-            seen = f"{item!r} is {a(kind)}" if item is None or isinstance(item, str | int) else kind
+            seen = f"{shown(item)} is {a(kind)}" if item is None or isinstance(item, str | int) else kind
             raise TypeError(f"{name}={seen} without {needs}, expected {a(name)}{swapped}")
     if name != "model" and len(set(map(id, values))) < len(values):
         raise ValueError(f"{name} holds the same {type(values[0]).__name__} twice, which would step twice per update")
@@ -166,37 +158,34 @@ def by_name(
     counts = dict(count) if isinstance(count, Mapping) else dict.fromkeys(names, count)
     for name in names:
         choice("reduction", reductions[name], REDUCTIONS)
-        if not callable(counts[name]):
-            raise TypeError(f"count={counts[name]!r} for {name!r}, expected a callable: batch -> number")
+        if not callable(counts[name]) or num_required(counts[name]) > 1 or counts[name] is count_tokens:
+            raise TypeError(
+                f"count={shown(counts[name])} for {name!r}, expected a callable: batch -> number, as "
+                "count_tokens('labels')"
+            )
     return reductions, {name: counts[name] for name in reductions}
 
 
 def choice(name: str, value: Any, known: Sequence[Any]) -> None:
     if value not in known:
-        raise ValueError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}")
+        raise ValueError(f"{name}={shown(value)}, expected one of {', '.join(map(repr, known))}")
 
 
-def suggesting(init: Init) -> Init:
-    """`init` with an error that suggests the right name for an unknown argument."""
-    known = [*inspect.signature(init).parameters][1:]
-
-    @wraps(init)
-    def checked(self: Any, *args: Any, **given: Any) -> None:
-        for name in given.keys() - set(known):
-            close = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, known, n=1)
-            cure = f"say {close[0]}={given[name]!r}" if close else f"it takes {', '.join(known)}"
-            raise TypeError(f"Accumulator() got {name}={given[name]!r}, which is no argument of it; {cure}")
-        init(self, *args, **given)
-
-    return checked  # type: ignore[return-value]  # it takes what init takes
+def num_required(function: Callable[..., Any]) -> int:
+    """The arguments that a function written in Python cannot do without; 1 for any other callable."""
+    if not inspect.isfunction(function):
+        return 1
+    own = inspect.signature(function).parameters.values()
+    return sum(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in own)
 
 
-def function(call: str, name: str, value: Any) -> None:
-    """Raises if an argument of `call` is no function of the caller."""
-    if not callable(value):
+def function(call: str, name: str, value: Any, most: int = 1) -> None:
+    """Raises if an argument of `call` is no function of the caller, or needs more than `most` arguments."""
+    if not callable(value) or num_required(value) > most:
+        seen = f"{value.__name__}{inspect.signature(value)}" if callable(value) else a(type(value).__name__)
         raise TypeError(
-            f"{call}() got {a(type(value).__name__)} as {name}, expected a function that it calls with each micro-"
-            "batch or its outputs, as accumulator.update(batch, lambda part: criterion(model(part['x']), part['y']))"
+            f"{call}() got {seen} as {name}, expected a function that it calls with one argument, each micro-batch, or "
+            "with its outputs, as accumulator.update(batch, lambda part: criterion(model(part['x']), part['y']))"
         )
 
 

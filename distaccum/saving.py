@@ -12,12 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .accumulator import Accumulator
 from .batch import tensors_in
+from .guesses import answering
 from .law import all_or_none
 from .text import in_short
 
 SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine")
 
 
+@answering
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
     """Writes the states of `parts` (models, optimizers, schedules, Accumulators) to the file `path`. All ranks call it.
 
@@ -54,6 +56,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     all_or_none(_gathered(error and in_short(error)), error, "save() could not write on rank {ranks}: {why}")
 
 
+@answering
 def load(path: str | os.PathLike[str], **parts: Any) -> None:
     """Loads what `save` wrote to `path` into `parts` of the same names, on any number of ranks. It runs no code."""
     states = torch.load(path, map_location="cpu", weights_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import reprlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ def ranks_where(flags: Sequence[object]) -> str:
 
 def in_short(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: its repr, cut short."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def plural(number: int, noun: str) -> str:

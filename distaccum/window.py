@@ -16,6 +16,7 @@ from .batches import LocalPart, Pace
 from .batchnorm import untouched_statistics
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
+from .guesses import Answering, answering
 from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start, few_of
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
@@ -31,7 +32,7 @@ SUM: Mapping[str, Reduction] = {"samples": "sum"}
 
 
 @final
-class Window(Generic[Batch]):
+class Window(Answering, Generic[Batch]):
     """This rank's micro-batches of one update; an Accumulator makes it.
 
     Equivalent to, for the mean over all samples on all ranks::
@@ -202,7 +203,7 @@ class Window(Generic[Batch]):
         if self.turn != WAITING:
             guard.refuse_backward(self)
         if self._is_first and self._engine.stale(few_of(self.parameters)):
-            give_up(self, "gradients came into the window that its backward() did not make")
+            give_up(self, "gradients came into the window that its backward() did not make, as by loss.backward()")
         if self._tamper.differs():
             give_up(self, TAMPERED)
         return self._is_last or (not self.has_more_parts and self.micro_step < self._num_early)
@@ -302,6 +303,7 @@ class Window(Generic[Batch]):
 
     # The update
 
+    @answering
     def step(self) -> Update:
         """Clips, steps, updates the scaler, steps the schedule, clears the gradients, and returns the record.
 

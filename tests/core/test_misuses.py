@@ -72,7 +72,10 @@ steps=2, batch_size=4 | ValueError: steps is a number of micro-batches, ...; giv
 batch_size=4 | ValueError: batch_size=4 without micro_batch_size, the samples that ...; give both
 reduction="avg" | ValueError: reduction='avg', expected one of 'mean', 'sum', 'sum_to_mean'
 reduction={"a": "mean"}, count={"b": count_samples} | ValueError: ... names ['b'], expected the same losses in both
-count=5 | TypeError: count=5 for 'count', expected a callable: batch -> number
+count=5 | TypeError: count=5 for 'count', expected a callable: batch -> number, as count_tokens('labels')
+count="tokens" | TypeError: count='tokens' for 'count', ..., as count_tokens('labels')
+count=count_tokens | TypeError: ..., as count_tokens('labels')
+count=lambda x, y: 1 | TypeError: ..., expected a callable: batch -> number, ...
 max_norm=0 | ValueError: max_norm=0, expected a number above 0, or None
 max_norm="1.0" | ValueError: max_norm='1.0', expected a number above 0, or None
 batchnorm="fix" | ValueError: batchnorm='fix', expected one of 'warn', 'ignore'
@@ -89,6 +92,8 @@ gradient_accumulation_steps=4 | TypeError: ...; say steps=4
 accumulation_steps=4 | TypeError: ...; say steps=4
 clip=1.0 | TypeError: ...; say max_norm=1.0
 max_grad_norm=1.0 | TypeError: ...; say max_norm=1.0
+no_sync=True | TypeError: ... which is no argument of it; write: for window in ...
+dataloader=[torch.ones(9, 9)] * 999 | TypeError: Accumulator() got dataloader=[tensor..., ...], which ...
 verbose=True | TypeError: ...; it takes model, optimizer, steps, batch_size, ...
 optimizer=Wrapping(sgd) | TypeError: optimizer is a Wrapping, a torch optimizer without step hooks, ...
 model=keeping_samples() | ValueError: the model keeps the gradient of each sample (grad_sample on ...
@@ -199,6 +204,19 @@ call | accumulator.windows({"labels": 1}) | TypeError: windows() got a dict, exp
 call | accumulator.windows("train") | TypeError: windows() got a str, expected a loader: ...micro-batches
 call | accumulator.windows(torch.ones(4, 2)) | TypeError: windows() got a Tensor, ...; cut it, as tensor.split...
 call | accumulator.windows(torch.utils.data.TensorDataset(torch.ones(4, 2))) | ... a dataset yields samples; ...
+call | [window for window in accumulator] | TypeError: ...write: for window in accumulator.windows(loader): ...
+call | exec("with accumulator.window(BATCHES): pass") | TypeError: ...no context; write: for window in accumulator...
+call | accumulator.windows(BATCHES, steps=4) | TypeError: windows() got steps=4, ...; give steps=4 to the Accumulator
+call | accumulator.window(BATCHES).step(max_norm=1.0) | TypeError: ...; give max_norm=1.0 to the Accumulator
+call | accumulator.window(BATCHES).step(clip=1.0) | TypeError: ...; give max_norm=1.0 to the Accumulator
+call | accumulator.windows(BATCHES, ahaed=False) | TypeError: ...; say ahead=False
+call | accumulator.split(BATCHES[0], 2) | TypeError: split() got more by ...; give one batch, as split((x, y))
+call | accumulator.window(*BATCHES) | TypeError: window() got more ...; give one list of micro-batches
+call | accumulator.update(BATCHES[0], lambda x, y: x) | TypeError: update() got <lambda>(x, y) as loss_fn, expected ...
+call | accumulator.update(BATCHES[0], lambda batch: None) | ...None, a NoneType, ... (return it ...
+call | accumulator.update(BATCHES[0], lambda b: loss_of(model, b).backward()) | ...as by loss.backward(), ...
+call | Accumulator(model, sgd, 4) | TypeError: Accumulator() got more ...; give the options by name, as steps=4
+call | distaccum.save("x.pt", model) | TypeError: save() got more ...; name each part, as save(path, model=model, ...
 call | next(Accumulator(model, steps=lambda index: 1.5).windows(BATCHES)) | ... steps(0)=1.5, expected a whole ...
 """
 
@@ -338,3 +356,18 @@ def test_change_of_one_gradient_of_many_is_seen_after_the_last_backward(micro_st
             window.backward(sum((parameter * x).sum() for parameter in model))
             if number == micro_step:
                 model[1].grad.zero_()
+
+
+@pytest.mark.parametrize("name", ["backward", "step", "zero_grad", "accumulate", "no_sync"])
+def test_method_of_another_library_is_answered_with_the_loop(name):
+    accumulator = Accumulator(trunk(), steps=3)
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; write: for window in accumulator.windows"):
+        getattr(accumulator, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'undo'$"):
+        accumulator.undo()
+
+
+def test_type_error_of_the_callers_own_function_stays_as_it_is():
+    accumulator = Accumulator(trunk(), steps=3)
+    with pytest.raises(TypeError, match=r"^len\(\) takes exactly one argument"):
+        accumulator.update(BATCHES[0], lambda batch: len(batch, batch))
