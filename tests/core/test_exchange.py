@@ -20,7 +20,7 @@ from distaccum.law import NOBODY, NUM_LARGEST, Plan, Reports, Span
 from distaccum.ranks import Peers
 from tests.core.test_feed import Leaving
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating
+from tests.support.windows import accumulating, run_window
 
 flags, numbers = st.booleans(), st.integers(0, 2**31)
 spans = numbers.map(lambda number: Span(number, number))
@@ -83,25 +83,26 @@ def test_exchange_gives_rows_largest_values_and_sums_in_order(world):
     assert peers.largest([rank, -rank, float(rank == 5)]) == [world - 1, 0, world > 5]
     given = [["words"] * (one % 4) for one in range(world)]
     assert peers.gather_objects(given[rank]) == given
-    for i, (values, sent) in reversed(list(enumerate(sums))):
-        sent.wait()
+    for i, (values, end_sum) in reversed(list(enumerate(sums))):
+        end_sum()
         assert values.tolist() == [world * (world - 1) / 2, world, world * i]
 
 
 @on_ranks(12)
-def test_exchanges_open_no_connection():
-    """The library has no group of its own."""
+def test_windows_open_no_connection_and_start_no_thread():
+    def things() -> tuple[int, int]:
+        sockets = sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
+        return sockets, len(list(Path("/proc/self/task").iterdir()))
 
-    def connections() -> int:
-        return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
-
-    group = dist.new_group(list(range(12)))
-    dist.barrier(group=group)
-    before = connections()
-    peers = Peers(group)
-    peers.gather([0.0])
-    peers.gather_objects("words", everyone=True)
-    assert connections() == before
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group(list(range(12))))
+    for _ in range(2):  # DDP lays its buckets out
+        model(torch.ones(2, 2)).sum().backward()
+    model.zero_grad()
+    before = things()
+    _, accumulator = accumulating(model, 0.1, steps=2)
+    for window in accumulator.windows([torch.ones(2, 2)] * (2 + dist.get_rank() % 4)):
+        run_window(window, model).step()
+        assert things() == before
 
 
 def failing():

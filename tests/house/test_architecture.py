@@ -267,6 +267,22 @@ def unnamed_values(source: Source) -> Counter[str]:
     return +unnamed
 
 
+# 7. Exchanges run on the group that trains; nothing of ours lives beside the caller's program
+
+OWN_WAYS = {"new_group", "split_group", "new_subgroups", "atexit", "socket", "Thread", "ThreadPoolExecutor"}
+
+
+def own_ways(source: Source) -> Counter[str]:
+    """Process groups, threads, sockets and exit handlers that a file makes."""
+    ways: Counter[str] = Counter()
+    for path, text in source.items():
+        for node in ast.walk(ast.parse(text)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [getattr(node, "attr", ""), getattr(node, "id", "")]
+            ways.update(f"{path} {name}" for name in OWN_WAYS.intersection(names))
+    return ways
+
+
 def imports_of_tests(source: Source) -> Counter[str]:
     found: Counter[str] = Counter()
     for path, text in source.items():
@@ -291,6 +307,7 @@ def breaches() -> dict[str, Counter[str]]:
         "docstrings that begin with nothing": empty_beginnings(library),
         "imports of tests": imports_of_tests({**library, **sources("launch")}),
         "values without a name": unnamed_values(library),
+        "groups and threads of our own": own_ways(library),
     }
 
 
@@ -300,6 +317,12 @@ def test_rule_holds(rule):
 
 
 def test_rules_can_fail():
+    ways = "from threading import Thread\nimport atexit\ndist.new_group([0])\n"
+    assert own_ways({"a.py": ways, "b.py": "group = dist.group.WORLD\n"}) == {
+        "a.py Thread": 1,
+        "a.py atexit": 1,
+        "a.py new_group": 1,
+    }
     up = {"law/errors.py": "from ..window.window import Window\n", "attic.py": ""}
     assert upward_imports(up) == {"law/errors.py imports window.window.Window": 1, "attic is on no floor": 1}
     assert upward_imports({"window/window.py": "from ..law.errors import DistaccumError\n"}) == {}
