@@ -186,7 +186,7 @@ def int_or_auto(word: str) -> int | str:
 def _values_of(path: Path) -> dict[str, Any]:
     """A file's options."""
     try:
-        values = tomllib.loads(read_text(path))
+        values: dict[str, Any] = tomllib.loads(read_text(path))
     except OSError as error:
         stop(f"{path} cannot be read ({error.strerror}), expected a TOML file such as those in configs/")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
