@@ -246,7 +246,6 @@ MISTAKES = {
     ("--replicas", "2", "--engine", "fsdp2", "--plan", "3"): "replicas = 2 on 3 ranks, expected a number that divides",
     ("--config", "table.toml"): "table.toml: [train] is a table, expected flat options: name = value",
     ("--config", "quoted.toml"): "quoted.toml: batch_size = '64', expected 64",
-    ("--config", "list.toml"): "list.toml: micro_batch_size = [4], expected 4",
     ("--epochs", "0", "--updates", "0"): "epochs = 0, expected a number above 0; updates= ends a run sooner",
     ("--micro-batch-size", "foo"): "argument --micro-batch-size: 'foo', expected a whole number or auto",
     ("--norm", "frozen"): "norm = 'frozen' keeps statistics that nobody has measured; give weights with some",
@@ -280,7 +279,6 @@ def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, argu
     (tmp_path / "unknown.toml").write_text("batch = 3\n")
     (tmp_path / "table.toml").write_text("[train]\nepochs = 3\n")
     (tmp_path / "quoted.toml").write_text('batch_size = "64"\n')
-    (tmp_path / "list.toml").write_text("micro_batch_size = [4]\n")
     (tmp_path / "both.toml").write_text("updates = 3\nepochs = 3\n")
     (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
     (tmp_path / "used").mkdir()
