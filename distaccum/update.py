@@ -83,6 +83,14 @@ class Update:
         public = "index loss losses grad_norm counts micro_batches stepped reason seconds noise_scale"
         return {name: getattr(self, name) for name in public.split()}
 
+    def scalars(self) -> dict[str, float]:
+        """All that are known as flat numbers, as loggers take them: `loss`, `loss/name`, `count/name`, `stepped` ..."""
+        names = "index", "loss", "grad_norm", "micro_batches", "stepped", "seconds", "noise_scale"
+        numbers = {name: getattr(self, name) for name in names}
+        for kind, values in (("loss", self.losses), ("count", self.counts)):
+            numbers |= {f"{kind}/{name}": value for name, value in values.items()}
+        return {name: float(value) for name, value in numbers.items() if value is not None}
+
     def __getstate__(self) -> dict[str, Any]:
         """Reads the numbers first, because a reduction in flight cannot be pickled."""
         read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale", "_sums")}

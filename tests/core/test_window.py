@@ -455,3 +455,20 @@ def test_single_number_beside_counted_entries_is_told_once():
         for window in accumulator.windows([(torch.randn(n, 5), torch.tensor(1)) for n in (2, 9)]):
             run_window(window, lambda batch: model(batch[0])).step()
     assert len(seen) == 1
+
+
+def test_scalars_of_an_update_go_into_a_logger_as_they_are(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    model, _, accumulator = make(max_norm=math.inf, count={"a": lambda _: 1, "b": lambda _: 2})
+    window = accumulator.window(BATCHES[:2])
+    for batch in window:
+        window.backward(a=loss_of(model, batch), b=loss_of(model, batch))
+    update = window.step()
+    numbers = update.scalars()
+    with SummaryWriter(tmp_path) as writer:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, update.index)
+    assert all(type(value) is float for value in numbers.values())
+    assert numbers["loss"] == update.loss == sum(numbers[f"loss/{name}"] for name in "ab")
+    assert (numbers["count/b"], numbers["stepped"], "noise_scale" in numbers) == (4.0, 1.0, False)
