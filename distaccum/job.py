@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import is_ as is_same
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -16,7 +17,7 @@ from .batch import count_samples
 from .batchnorm import batchnorms
 from .engines import Engine
 from .engines.base import GRAD
-from .norms import unique
+from .norms import local, unique
 from .options import Config
 from .private import has_step_hooks, is_view, version_of
 from .scaling import has_unscaled
@@ -113,6 +114,7 @@ class Job:
         self.seen: Seen = {}  # which entries of batches were cut, and which went whole
         self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite
         self.tamper = Tamper(self.engine, self.scaler, self.optimizers)
+        self.moves = Moves()
 
     def watch_schedules(self) -> None:
         """Warns if a schedule has moved since the last update, according to `epochs`."""
@@ -270,6 +272,36 @@ class Tamper:
 def few_of(parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
     """Some of them, spread evenly."""
     return parameters[:: 1 + len(parameters) // NUM_LOOKS]
+
+
+@final
+class Moves:
+    """Tells whether the caller's step changed the weights: by torch's counts of writes to them.
+
+    Torch's fused optimizers, and others, write past these counts. So until counts have told once, some elements are
+    compared too, which waits for the device where counts stand still.
+    """
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._some: list[Tensor] = []
+        self._counts_tell: bool | None = None  # None: not known yet
+
+    def look(self, weights: Sequence[nn.Parameter]) -> None:
+        """Remembers what weights look like after a window's loop."""
+        self._counts = _versions_of(weights)
+        self._some = list(map(_first_of, weights)) if self._counts_tell is None else []
+
+    def happened(self, weights: Sequence[nn.Parameter]) -> bool:
+        """Returns whether a weight has changed since."""
+        has_moved = _versions_of(weights) != self._counts
+        if has_moved or not all(map(torch.equal, self._some, map(_first_of, weights))):
+            self._counts_tell = has_moved if self._counts_tell is None else self._counts_tell
+        return has_moved or self._counts_tell is False
+
+
+def _first_of(weight: Tensor) -> Tensor:
+    return local(weight.detach()).reshape(-1)[:1].clone()
 
 
 def _versions_of(gradients: Sequence[Any]) -> list[int]:

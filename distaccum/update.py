@@ -20,7 +20,7 @@ class Update:
         index (int): The update's index, from 0; a skipped update counts too.
         counts (Mapping[str, float]): The denominators over all ranks, by name.
         micro_batches (int): This rank's micro-batches, without stand-ins and without those in which nothing counts.
-        stepped (bool): Whether the weights were stepped; True if the caller steps.
+        stepped (bool): Whether the weights were stepped; if the caller steps, whether any of them has changed.
         reason (str | None): Why the weights were not stepped; None if they were.
         seconds (float): From the window's plan to the end of its step, on this rank's host.
         notes (dict[str, Any]): Whatever extensions wrote here when the window ended, under names of their own.

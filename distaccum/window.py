@@ -28,6 +28,8 @@ from .update import Update
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
+STILL = "no weight changed between the window's loop and its step()"
+MOVES = "give the optimizer to the Accumulator, or call optimizer.step() right before window.step()"
 SUM: Mapping[str, Reduction] = {"samples": "sum"}
 
 
@@ -144,6 +146,8 @@ class Window(Answering, Generic[Batch]):
             if not self.plan.is_empty:
                 self._finish()
             self.start.may_be_stepped = not self._job.steps
+            if not self._job.steps:
+                self._job.moves.look(self._job.stepped())
             self.stage, self._job.lacks_step = Stage.COMPLETE, not self.plan.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
@@ -323,9 +327,13 @@ class Window(Answering, Generic[Batch]):
             give_up(self, "gradients were cleared between the window's loop and its step()")
         try:
             reason, record = self._step()
-            if reason is None and self._engine.lockstep:
+            is_skip = reason not in (None, STILL)
+            if not is_skip and self._engine.lockstep:
                 job.substitute = self.substitute
-            self.move_on(0 if reason is None else skipped + 1)
+            self.move_on(skipped + 1 if is_skip else 0)
+            if reason is STILL:
+                job.due.clear()
+                job.once("still", f"{STILL}: {MOVES}")
             self._close(Stage.STEPPED)
             for adapter in job.adapters:
                 adapter.after_step(reason is None)
@@ -363,7 +371,7 @@ class Window(Answering, Generic[Batch]):
         if not job.steps:
             record = Record(self.losses, self.numbers, None if scaler is None else [], engine)
             record.wait()
-            return None, record
+            return None if job.moves.happened(job.stepped()) else STILL, record
         flags = None if scaler is None else unscale(scaler, job.optimizers, self._stamp)
         gradient = engine.gradient(job.trained or self.parameters)
         record = Record(self.losses, self.numbers, flags, engine)

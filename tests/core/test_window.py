@@ -27,7 +27,8 @@ import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, Update, Window
 from distaccum.extensions import Spans
 from tests.core.test_misuses import leave_by_break
-from tests.support.problems import gradient_of_trunk, make_batch, trunk
+from tests.support.engines import KINDS
+from tests.support.problems import gradient_of_trunk, make_batch, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, gradient, hooked, loss_of, run_window, weights
 
@@ -472,3 +473,67 @@ def test_scalars_of_an_update_go_into_a_logger_as_they_are(tmp_path):
     assert all(type(value) is float for value in numbers.values())
     assert numbers["loss"] == update.loss == sum(numbers[f"loss/{name}"] for name in "ab")
     assert (numbers["count/b"], numbers["stepped"], "noise_scale" in numbers) == (4.0, 1.0, False)
+
+
+class Past(SGD):
+    """Writes past torch's counts, as torch's fused optimizers and those with kernels of their own do."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: SGD(p, lr=0.1, foreach=True),
+        lambda p: SGD(p, lr=0.0),  # the first step of many a schedule
+        lambda p: Adam(p, lr=0.1, fused=True),
+        lambda p: Past(p, lr=0.1),
+    ],
+    ids=["foreach", "lr=0", "fused", "past counts"],
+)
+def test_update_says_whether_the_callers_step_moved_weights(make_optimizer):
+    model = trunk()
+    optimizer = make_optimizer(model.parameters())
+    schedule = StepLR(optimizer, 1, 1.0)
+    accumulator = Accumulator(model, steps=2, scheduler=schedule)
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for window in accumulator.windows(BATCHES * 2):
+            run_window(window, model)
+            if window.index != 1:
+                optimizer.step()
+            said.append(window.step().stepped)
+    if optimizer.defaults.get("fused") or type(optimizer) is Past:  # once writes are known not to count
+        assert said == [True] * 3 and not caught
+        return
+    assert (said, schedule.last_epoch) == ([True, False, True], 2)
+    assert ["no weight changed between the window's loop" in str(one.message) for one in caught] == [True]
+
+
+def test_optimizer_that_was_forgotten_is_told_once_and_windows_go_on():
+    model = trunk()
+    accumulator = Accumulator(model, steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updates = [run_window(window, model).step() for window in accumulator.windows(BATCHES * 20)]
+    (warning,) = caught
+    assert "give the optimizer to the Accumulator, or call optimizer.step() right before" in str(warning.message)
+    assert len(updates) == accumulator.index == 60 and not any(update.stepped for update in updates)
+    assert updates[-1].reason == "no weight changed between the window's loop and its step()"
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2", "FSDP1"])
+@on_ranks(2)
+def test_step_of_a_caller_is_seen_under_wrappers(name):
+    model, optimizer = KINDS[name].wrap(make_net_without_router().to(KINDS[name].dtype), 0.1)
+    accumulator = Accumulator(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no weight changed")
+        for _ in range(2):
+            window = run_window(accumulator.window([make_batch(2, seed=dist.get_rank())]), model)
+            optimizer.step()
+            assert window.step().stepped
+    assert not run_window(accumulator.window([make_batch(2, seed=dist.get_rank())]), model).step().stepped

@@ -207,6 +207,7 @@ def serve(rank: int, num: int, folder: Path, pipe: Connection) -> None:
     )
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    warnings.filterwarnings("ignore", message="no weight changed")  # many want gradients alone
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is dep")  # in torch 2.14
     pipe.send((True, None))
     while True:
