@@ -1,0 +1,47 @@
+"""Forwards that communicate where the library cannot know it: an extension declares them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, Extension
+from tests.support.oracle import everything, own
+from tests.support.problems import trunk
+from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, loss_of, run_window
+
+
+class Scaling(nn.Module):
+    """Reduces the largest value over the ranks in each forward, as scaling of float8 does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.num = inner, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = x.detach().abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self.num += 1
+        return self.inner(x)
+
+
+class EachForwardWaits(Extension):
+    def join(self, job):
+        job.engine.lockstep = True
+
+
+@on_ranks(2)
+def test_declared_forwards_run_equally_often_on_uneven_ranks():
+    model, exact = Scaling(trunk()), trunk()
+    ddp = DistributedDataParallel(model)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), extensions=[EachForwardWaits()])
+    for index, layout in enumerate([[[2, 1], [3, 2, 4]], [[1], [2, 2, 1]]]):
+        before = model.num
+        window = run_window(accumulator.window(own(layout, index)), ddp)
+        exact.zero_grad()
+        loss_of(exact, everything(layout, index)).backward()
+        assert error(gradient(ddp), gradient(exact)) <= 1e-12
+        assert model.num - before == 3
+        window.step()
