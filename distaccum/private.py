@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .law import DistaccumError
 
-# Name, what for, since which version, and what happens without it; a test takes each away and sees that.
+# Name, what for, the versions in which it was seen to work (from "2.9" on, or "2.9 to 2.11"), and what happens without
+# it; a test takes each away and sees that.
 NAMES = (
     ("torch._foreach_norm", "norms in one kernel", "2.9", "a kernel each"),
     ("torch._foreach_zero_", "zeros in one kernel", "2.9", "a kernel each"),
@@ -25,7 +26,7 @@ NAMES = (
     ("torch.optim.Optimizer._optimizer_step_pre_hooks", "knows whether our hook is last", "2.9", "made anew"),
     ("torch.distributed.distributed_c10d._get_default_store", "who is missing, and why", "2.9", "errors name no rank"),
 )
-SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
+SEEN = {"torch": "2.9 to 2.15, FSDP2 2.13", "DeepSpeed": "0.18, 0.19", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
 
 
 # There is no store, or it is gone with the rank that had it.

@@ -2,13 +2,12 @@ import gc
 import os
 import random
 from collections.abc import Callable, Generator, Iterator
-from importlib import metadata
-from importlib.util import find_spec
 
 import pytest
 
 from tests.support.programs import Programs
 from tests.support.ranks import Ranks
+from tests.support.versions import why_skipped
 
 # --quick runs the tests of these files that are not marked slow, and all doctests.
 QUICK = (
@@ -67,27 +66,13 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     started.stop()
 
 
-# What the oldest versions cannot do themselves (run.sh --oldest): by a part of the error
-OLDEST = {
-    "Output 0 of SplitBackward0 is a view": "ZeRO 1 of DeepSpeed 0.18 cannot step on torch 2.9 with gloo, nor by hand",
-    "gradients that are not finite in this version": "DeepSpeed 0.18 steps NaN unless in fp16, and is refused for it",
-}
-
-
-def is_oldest() -> bool:
-    """False also where DeepSpeed is not installed, as in the environment of `run.sh --device`."""
-    return find_spec("deepspeed") is not None and metadata.version("deepspeed").startswith("0.18.")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.failed and call.excinfo is not None and is_oldest():
-        for part, reason in OLDEST.items():
-            if part in str(call.excinfo.value):
-                report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {reason}")
+    if report.failed and call.excinfo is not None and (reason := why_skipped(call.excinfo.value)) is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {reason}")
     return report
 
 

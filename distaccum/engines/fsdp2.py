@@ -167,10 +167,10 @@ class FullyShardEngine(Engine):
                 group.post_forward_mesh_info = None
                 # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not
                 # there yet, and FSDP2 reduces those of earlier micro-steps, on ranks with some (with zeros, on all).
-                self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
+                self._reduces &= not plan.uneven or group.reduce_scatter_unused_params
         for module in self._modules if self._policy == "gathered" and plan.uneven else ():
             self._undo.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
-        partial = [group for group in self._groups if not getattr(group, "reduce_scatter_unused_params", False)]
+        partial = [group for group in self._groups if not group.reduce_scatter_unused_params]
         self._used_in = {p: 0 for group in partial for p in group.fsdp_params if p.sharded_param.requires_grad}
         self._stands_in = False
         if plan.agrees and self._policy == "gathered":
@@ -273,7 +273,7 @@ class FullyShardEngine(Engine):
             raise DistaccumError(
                 f"{shorten(mixed)} was used on some ranks only in a micro-step that reduces, and this version of torch "
                 "leaves out what a rank did not use, so that ranks add up gradients of different parameters; use torch "
-                "2.15, call set_reduce_scatter_unused_params(True) on the module where torch has it, or use the same "
+                "2.15, call set_reduce_scatter_unused_params(True) on the module, or use the same "
                 "parameters on all ranks"
             )
         for group, is_left in zip(self._groups, answers, strict=False):

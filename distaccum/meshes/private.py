@@ -19,7 +19,7 @@ from ..private import replaced, require
 
 SCHEDULES = "torch.distributed.pipelining.schedules"
 SINGLE, MULTI = f"{SCHEDULES}.PipelineScheduleSingle", f"{SCHEDULES}.PipelineScheduleMulti"
-# Name, what for, since which version, and what happens without it.
+# Name, what for, in which versions it was seen to work, and what happens without it.
 NAMES = (
     (f"{SINGLE}._stage", "the stage on this rank", "2.9", "refused"),
     (f"{MULTI}._stages", "the stages on this rank", "2.9", "refused, unless there is one _stage"),
@@ -28,7 +28,8 @@ NAMES = (
     (f"{SCHEDULES}._PipelineSchedule._maybe_compute_loss", "weighs each chunk's loss", "2.9", "refused"),
     (f"{SINGLE}._stage_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
     (f"{MULTI}._stages_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
-    ("torch.distributed.DeviceMesh._get_root_mesh", "finds dimensions that nobody claims", "2.10", "they go unseen"),
+    ("torch.distributed.DeviceMesh._get_root_mesh", "finds dimensions that nobody claims", "2.11", "they go unseen"),
+    ("torch.distributed.device_mesh._mesh_resources", "the same", "2.9 to 2.9", "they go unseen"),
 )
 # From a chunk's number, and a function that computes its loss, to the weighted loss; None if nothing in it counts.
 WeighChunk = Callable[[int, Callable[[], Any]], Tensor | None]
@@ -96,7 +97,6 @@ def _nothing_of(outputs: Any) -> Tensor:
 
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh is a slice of, or itself, also where the name is missing: then no slice is refused."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    resources: Any = getattr(device_mesh, "_mesh_resources", None)  # until torch 2.9
-    return mesh if resources is None else resources.get_root_mesh(mesh)
+    resources: Any = getattr(device_mesh, "_mesh_resources", None)
+    find = getattr(mesh, "_get_root_mesh", None) or partial(getattr(resources, "get_root_mesh", lambda one: one), mesh)
+    return find()

@@ -259,9 +259,9 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
     }.items():
         if is_given:
             raise ValueError(f"DeepSpeed with {what}, for which there is no engine here; leave it out")
-    if engine.zero_optimization_stage() == 0 and engine.fp16_enabled() and hasattr(engine, "scale"):
+    if engine.zero_optimization_stage() == 0 and engine.fp16_enabled():
         raise ValueError(
-            "ZeRO stage 0 with fp16: this version of DeepSpeed divides the gradient by a loss scale that it did not "
+            "ZeRO stage 0 with fp16: DeepSpeed divides the gradient by a loss scale that it did not "
             "multiply the loss by; use stage 1, 2 or 3, or bf16"
         )
 

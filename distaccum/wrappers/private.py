@@ -23,7 +23,7 @@ FLAT = f"{FSDP}._flat_param.FlatParameter"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 STATE = "accelerate.state.GradientState"
 FABRIC, TRAINERS = "lightning_fabric.wrappers", "pytorch_lightning.core.optimizer.LightningOptimizer"
-# Name, what for, since which version, and what happens without it.
+# Name, what for, in which versions it was seen to work, and what happens without it.
 NAMES = (
     (f"{FSDP}.FullyShardedDataParallel._sync_gradients", "postpones the reduction", "2.9", "refused"),
     (f"{FSDP}._common_utils._FSDPState._handle", "the flat parameter", "2.9", "refused"),
@@ -34,7 +34,7 @@ NAMES = (
     (f"{FLAT}._saved_grad_shard", "forgets a reduced gradient", "2.9", "there is none to forget"),
     (f"{FSDP}._init_utils._inter_node_pg", "the ranks with the same shard", "2.9", "there are none"),
     ("deepspeed.runtime.engine._is_gradient_accumulation_boundary", "ends a window", "0.18", "each backward ends one"),
-    ("deepspeed.runtime.base_optimizer._backward_active_depth", "forgets a failed backward", "0.19", "it has none"),
+    ("deepspeed.runtime.base_optimizer._backward_active_depth", "forgets a failed backward", "0.18", "it has none"),
     (f"{ZERO}._coalesce_grad_reduction", "tells whether DeepSpeed can coalesce", "0.19", "it reduces each micro-step"),
     (f"{ZERO}._release_ipg_buffers", "frees what a backward that failed left", "0.18", "freed with the next step"),
     ("torch._C._will_engine_execute_node", "finds ranks that use different modules", "2.9", "they go unseen"),

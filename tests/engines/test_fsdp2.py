@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import SGD, AdamW
 
 from distaccum import Accumulator, count_samples, count_tokens
@@ -29,8 +28,10 @@ from tests.support.problems import (
     token_loss,
 )
 from tests.support.ranks import on_ranks
+from tests.support.versions import has, needs
 from tests.support.windows import error, gradient, loss_of, refused, run_window, weights
 
+pytestmark = needs("torch", "2.13", "FSDP2")
 EVEN = [[2, 1, 3, 2]] * 2
 SHARDED = ["last", "every", "gathered"]
 
@@ -95,10 +96,7 @@ USES = {
 
 
 @pytest.mark.parametrize("sync", SHARDED)
-@pytest.mark.skipif(
-    not hasattr(FSDPParamGroup, "_validate_unused_param_grad_dtypes"),
-    reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
-)
+@needs("torch", "2.15", "zeros for unused parameters")  # pytorch#196996
 @on_ranks(2)
 def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
     seen = {}
@@ -129,7 +127,7 @@ def test_other_parameters_on_each_rank_are_refused_where_torch_would_add_them_up
     said = {}
     for name in ("each rank another", "no rank uses one", "not in the last micro-step", "told"):
         model, uses = fully_shard(Choosing()), USES.get(name, USES["each rank another"])[0][dist.get_rank()]
-        if name == "told" and hasattr(model, "set_reduce_scatter_unused_params"):
+        if name == "told":
             model.set_reduce_scatter_unused_params(True)
         before = weights(model)
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), sync=sync)
@@ -142,8 +140,6 @@ def test_other_parameters_on_each_rank_are_refused_where_torch_would_add_them_up
             said[name] = refused(run)
         assert torch.equal(weights(model), before) == (said[name] != "nothing")
     assert "layers.1.weight, layers.1.bias, layers.2.weight" in said.pop("each rank another")
-    if not hasattr(model, "set_reduce_scatter_unused_params"):
-        said.pop("told")
     assert set(said.values()) == {"nothing"}
 
 
@@ -275,7 +271,7 @@ def test_divide_factors_leave_the_gradient_exact(factors):
 
 
 BF16 = torch.bfloat16
-CASTS_UP = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")  # from torch 2.15: bf16 gradients add up in float32
+CASTS_UP = has("torch", "2.15")  # bf16 gradients add up in float32
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, WideSums
-from tests.support.engines import TORCH
 from tests.support.oracle import step_off
 from tests.support.problems import IGNORED, make_batch
 from tests.support.ranks import mesh_of, on_ranks
+from tests.support.versions import needs
 from tests.support.windows import refused, weights
 
-pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
+pytestmark = needs("torch", "2.13", "a pipeline")  # stages of torch 2.9 greet in another dtype: gloo aborts
 CHUNKS = 2
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
 # Micro-batches of 4 samples by data rank: even, uneven, a dry rank.

@@ -12,9 +12,9 @@ from torch.optim import SGD
 from distaccum import Accumulator, Window, count_tokens
 from tests.meshes import test_context, test_experts, test_pipeline
 from tests.meshes import test_sharing as test_meshes
-from tests.support.engines import TORCH
 from tests.support.problems import make_batch
 from tests.support.ranks import on_ranks
+from tests.support.versions import has
 from tests.support.windows import flat, refused
 
 pytestmark = pytest.mark.long
@@ -67,7 +67,11 @@ MESHES = {
     "sequence, 2": 2,
     "context": 4,
     "experts": 4,
-    **({"stages none": 2, "stages ddp": 4, "stages fsdp2": 4, "stages fsdp2 several": 4} if TORCH >= (2, 15) else {}),
+    **(
+        {"stages none": 2, "stages ddp": 4, "stages fsdp2": 4, "stages fsdp2 several": 4}
+        if has("torch", "2.15")
+        else {}
+    ),
 }
 
 

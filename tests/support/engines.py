@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from distaccum import Accumulator, Extension
 from tests.support.oracle import Off, everything, step_off
 from tests.support.problems import CASES, Batch, Net, make_net, micro_batches_of
 from tests.support.ranks import mesh_of
+from tests.support.versions import has, numbers
 from tests.support.windows import weights
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
@@ -119,9 +119,9 @@ def import_deepspeed() -> Any:
     return wrappers.import_deepspeed()
 
 
-DEEPSPEED = tuple(int(part) for part in metadata.version("deepspeed").split(".")[:3])
-TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-COALESCES, HAS_UNMANAGED = DEEPSPEED >= (0, 19, 2), DEEPSPEED >= (0, 19, 4)
+TORCH = numbers(torch.__version__)[:2]
+COALESCES = has("deepspeed", "0.19.2")
+HAS_UNMANAGED = has("deepspeed", "0.19.4")
 
 
 def zero_kind(stage: int, world: int = 2, **config: Any) -> Kind:

@@ -16,7 +16,6 @@ from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.counting import Counting
 from tests.support.engines import (
     COALESCES,
-    DEEPSPEED,
     HAS_UNMANAGED,
     UNMANAGED,
     import_deepspeed,
@@ -34,6 +33,7 @@ from tests.support.problems import (
     token_loss,
 )
 from tests.support.ranks import on_ranks
+from tests.support.versions import has
 from tests.support.windows import error, gradient, loss_of, refused, run_window
 
 F32 = torch.float32
@@ -88,7 +88,7 @@ def overlapped(stage: int, bucket: int) -> dict[str, Any]:
 
 CONFIGS: list[Any] = [(0, {})]
 CONFIGS += [(n, overlapped(n, size)) for n, size in [(1, 40), (1, 10**6), (2, 40), (3, 10**6)]] if COALESCES else []
-CONFIGS += [(stage, {"gradient_allreduce_op": "sum"}) for stage in (0, 2)] if DEEPSPEED >= (0, 19, 8) else []
+CONFIGS += [(stage, {"gradient_allreduce_op": "sum"}) for stage in (0, 2)] if has("deepspeed", "0.19.8") else []
 
 
 @pytest.mark.parametrize(("stage", "config"), CONFIGS, ids=str)
@@ -332,7 +332,7 @@ def test_module_used_by_one_rank_is_refused_with_sync_every():
     assert "use the same modules on all ranks, or sync='last'" in said
 
 
-@pytest.mark.parametrize("stage", [0, 1] if DEEPSPEED >= (0, 18, 3) else [1])
+@pytest.mark.parametrize("stage", [0, 1])
 @on_ranks(2)
 def test_fp16_is_exact_at_stage_1_and_refused_at_stage_0(stage):
     from deepspeed.accelerator import get_accelerator
@@ -352,9 +352,9 @@ NO_NORM = {"stage": 2, "overlap_comm": False, "compute_grad_norm": False}
 BY_CONFIG, BY_VERSION = "that are not finite by its config", "that are not finite in this version; use DeepSpeed 0.19"
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 BLIND: list[Any] = []
-if DEEPSPEED >= (0, 19, 8):
+if has("deepspeed", "0.19.8"):
     BLIND = [(1, UNCHECKED, BY_CONFIG), (2, UNCHECKED, BY_CONFIG), (2, {"zero_optimization": NO_NORM}, BY_CONFIG)]
-elif DEEPSPEED < (0, 19):
+elif not has("deepspeed", "0.19"):
     BLIND = [(stage, {}, BY_VERSION) for stage in (1, 2, 3)]
 
 

@@ -16,7 +16,7 @@ IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 STATIC = "a static graph is refused"
 # Of a wrapper: whether a backward reduces, a forward sends buffers, and a static graph has begun to reduce.
 FLAGS = "require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued"
-# Name, what for, since which version, and what happens without it.
+# Name, what for, in which versions it was seen to work, and what happens without it.
 NAMES = (
     (f"{DDP}._check_sync_bufs_pre_fwd", "sends buffers before a forward", "2.9", "refused"),
     (f"{DDP}._sync_buffers", "sends buffers before a forward", "2.9", "refused"),

@@ -16,30 +16,23 @@ from ...private import needed, require
 HOME = "torch.distributed.fsdp._fully_shard"
 STATE, GROUP = f"{HOME}._fsdp_state.FSDPState", f"{HOME}._fsdp_param_group.FSDPParamGroup"
 PARAM = f"{HOME}._fsdp_param.FSDPParam"
-BY_HAND = "not read beside _reset_iter_state, or refused"
-# Name, what for, since which version, and what happens without it.
+# Name, what for, in which versions it was seen to work, and what happens without it.
 NAMES = (
-    ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "all that FSDP2 knows", "2.9", "refused"),
-    (f"{STATE}._auto_reshard_after_forward", "restores the flags", "2.9", "refused"),
-    (f"{STATE}._is_root", "restores the flags, resets the root", "2.9", "refused"),
-    (f"{STATE}._fsdp_param_groups", "a module's groups", "2.12", "its one group, _fsdp_param_group"),
-    (f"{STATE}._fsdp_param_group", "a module's group", "2.9", "not read beside _fsdp_param_groups, or refused"),
-    (f"{STATE}._reset_iter_state", "forgets a window", "2.13", "reset by the names below, or refused"),
-    (f"{STATE}._training_state", "forgets a window", "2.9", BY_HAND),
-    (f"{STATE}._modules_to_run_forward", "forgets a window", "2.9", BY_HAND),
-    (f"{STATE}._state_ctx", "forgets a window", "2.9", BY_HAND),
-    (f"{STATE}._comm_ctx", "forgets a window", "2.9", BY_HAND),
-    (f"{GROUP}._post_forward_indices", "forgets a window", "2.9", BY_HAND),
-    (f"{GROUP}._partial_reduce_output", "a gradient that replicas have yet to add", "2.9", "refused"),
-    (f"{GROUP}._to_sharded", "frees gathered parameters", "2.9", "refused"),
-    (f"{GROUP}._training_state", "reduces after the last backward", "2.9", "refused"),
-    (f"{GROUP}._wait_for_post_backward", "reduces after the last backward", "2.9", "refused"),
-    (f"{GROUP}._all_reduce_hook", "refuses such hooks", "2.9", "they go unseen"),
+    ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "all that FSDP2 knows", "2.13", "refused"),
+    (f"{STATE}._auto_reshard_after_forward", "restores the flags", "2.13", "refused"),
+    (f"{STATE}._is_root", "restores the flags, resets the root", "2.13", "refused"),
+    (f"{STATE}._fsdp_param_groups", "a module's groups", "2.13", "refused"),
+    (f"{STATE}._reset_iter_state", "forgets a window", "2.13", "refused"),
+    (f"{GROUP}._partial_reduce_output", "a gradient that replicas have yet to add", "2.13", "refused"),
+    (f"{GROUP}._to_sharded", "frees gathered parameters", "2.13", "refused"),
+    (f"{GROUP}._training_state", "reduces after the last backward", "2.13", "refused"),
+    (f"{GROUP}._wait_for_post_backward", "reduces after the last backward", "2.13", "refused"),
+    (f"{GROUP}._all_reduce_hook", "refuses such hooks", "2.13", "they go unseen"),
     (f"{GROUP}._fsdp_params_with_wider_grad_dtype", "the dtype of sums", "2.15", "the dtype of torch before 2.15"),
     (f"{GROUP}._validate_unused_param_grad_dtypes", "zeros for unused parameters", "2.15", "the user's choice"),
-    (f"{PARAM}._param_fqn", "a name in errors", "2.9", "the name in its module"),
-    (f"{PARAM}._module_info", "a name in errors", "2.9", "no name"),
-    (f"{PARAM}._sharded_post_forward_param", "no parameter twice", "2.9", "a gathered copy counts as a parameter"),
+    (f"{PARAM}._param_fqn", "a name in errors", "2.13", "the name in its module"),
+    (f"{PARAM}._module_info", "a name in errors", "2.13", "no name"),
+    (f"{PARAM}._sharded_post_forward_param", "no parameter twice", "2.13", "a gathered copy counts as a parameter"),
 )
 
 FLAGS = (
@@ -57,21 +50,16 @@ def state_of(module: Any) -> Any:
     """FSDP2's state of a module under fully_shard; several modules may share one."""
     require("torch", module, "_get_fsdp_state")
     state = module._get_fsdp_state()
-    by_hand = () if hasattr(state, "_reset_iter_state") else (BY_HAND,)
-    require("torch", state, *needed(NAMES, STATE, *by_hand))
+    require("torch", state, *needed(NAMES, STATE))
     for group in groups_of(state):
-        require("torch", group, *needed(NAMES, GROUP, *by_hand))
+        require("torch", group, *needed(NAMES, GROUP))
         for parameter in group.fsdp_params:
             require("torch", type(parameter), "unsharded_param")
     return state
 
 
 def groups_of(state: Any) -> list[Any]:
-    # There may be several from torch 2.12 on.
-    if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
-        return list(groups)
-    require("torch", state, "_fsdp_param_group")
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(state._fsdp_param_groups)
 
 
 def all_have(groups: Sequence[Any], dimension: str) -> bool:
@@ -114,7 +102,7 @@ def reduce_unused(group: Any) -> None:
 def flags_of(states: Sequence[Any]) -> Callable[[], None]:
     """Returns a function that restores the flags of all groups to what they are now."""
     flags = [
-        (state, group, state._is_root is None, {name: getattr(group, name) for name in FLAGS if hasattr(group, name)})
+        (state, group, state._is_root is None, {name: getattr(group, name) for name in FLAGS})
         for state in states
         for group in groups_of(state)
     ]
@@ -176,12 +164,10 @@ def reduce_now(group: Any) -> None:
 def discard_gradients(states: Sequence[Any]) -> None:
     """Discards a window's gradients, and the traces of a forward that failed.
 
-    The root's public `reset_iter_state` discards unreduced gradients in torch 2.15, not in 2.13; older ones lack it.
+    The root's public `reset_iter_state` discards unreduced gradients in torch 2.15, not in 2.13.
     """
     for state in states:
-        if not hasattr(state, "_reset_iter_state"):
-            _reset_by_hand(state)
-        elif state._is_root:
+        if state._is_root:
             state._reset_iter_state()
         for group in groups_of(state):
             group._partial_reduce_output = None
@@ -190,16 +176,3 @@ def discard_gradients(states: Sequence[Any]) -> None:
                     parameter.unsharded_accumulated_grad = None
                 if (gathered := gathered_of(parameter)) is not None:
                     gathered.grad = None
-
-
-def _reset_by_hand(state: Any) -> None:
-    state._training_state = type(state._training_state).IDLE
-    state._modules_to_run_forward.clear()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-    # The root's first forward makes it.
-    if state._is_root is not None:
-        state._comm_ctx.post_forward_order.clear()
-    for group in groups_of(state):
-        group._training_state = type(group._training_state).IDLE
-        group._post_forward_indices.clear()
