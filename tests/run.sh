@@ -8,7 +8,9 @@
 #   bash tests/run.sh --slowest 20        # and which took longest
 #   bash tests/run.sh -n 0 tests/core/test_law.py
 #   bash tests/run.sh --shuffle 7         # in a random order, which the number names
-#   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-oldest
+#   bash tests/run.sh --torch 2.13        # on this version of torch, in .venv-2.13; no style, no types
+#   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-2.9
+#   bash tests/run.sh --versions          # only the tests that touch what other libraries do not promise
 #   bash tests/run.sh --device xla        # tests/device on torch_xla's client for CPUs, in .venv-xla
 #
 # What is not of these goes to pytest (-k, -x, a file, a test). Three workers take a file of tests each at a time, the
@@ -18,12 +20,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck disable=SC1091 # which is checked by itself
 source launch/lib.sh
 
-venv=.venv extra=test only='' lint=yes
+venv=.venv extra=test only='' lint=yes oldest=2.9
 words=()
 while (($#)); do
     case $1 in
     -h | --help) help tests/run.sh && exit ;;
     --quick) words+=(-m quick) ;;
+    --versions) words+=(-m "versions and not long") ;;
     --most) words+=(-m "not long") ;;
     --slowest)
         [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--slowest ${2:-}, expected how many"
@@ -35,7 +38,13 @@ while (($#)); do
         export PJRT_DEVICE=CPU XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         venv=.venv-xla extra=xla only="torch==2.9.* torch_xla==2.9.*" lint='' words+=(tests/device) && shift
         ;;
-    --oldest) venv=.venv-oldest only="torch==2.9.* accelerate==1.11.* deepspeed==0.18.*" lint='' ;;
+    --oldest | --torch)
+        [[ $1 != --oldest ]] || set -- --torch "$oldest" "${@:2}"
+        [[ ${2:-} =~ ^[0-9]+\.[0-9]+$ ]] || stop "--torch ${2:-}, expected a version such as 2.13"
+        venv=.venv-$2 only="torch==$2.*" lint=''
+        [[ $2 != "$oldest" ]] || only+=" accelerate==1.11.* deepspeed==0.18.*"
+        shift
+        ;;
     *) words+=("$1") ;;
     esac
     shift
