@@ -15,6 +15,13 @@ QUICK = (
     "core/misuses core/state core/loaders core/batch runs/update engines/ddp engines/ddp_forms runs/heads "
     "engines/fsdp2 wrappers/deepspeed wrappers/accelerate core/scaling extensions/wide_sums core/limits"
 )
+# --versions runs the tests of these files, which touch what other libraries do not promise: private names, groups,
+# engines, states.
+VERSIONS = (
+    "house/private worlds/worlds core/exchange core/scaling core/waits engines/choosing engines/ddp engines/ddp_forms "
+    "engines/fsdp2 wrappers/deepspeed wrappers/accelerate wrappers/fabric wrappers/lightning meshes/context "
+    "meshes/sharing meshes/pipeline meshes/experts"
+)
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (
     "launch/train launch/launchers launch/bench house/types grids/engines launch/train_meshes trainers/transformers "
@@ -91,6 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = file_of(item) in QUICK.split() and not item.get_closest_marker("slow")
         if quick or isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")
+        if file_of(item) in VERSIONS.split():
+            item.add_marker("versions")
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)

@@ -1,0 +1,281 @@
+"""Callers' worlds: what programs do with groups, processes and tools around an Accumulator.
+
+Each is a program of 2 to 16 ranks that makes its own process groups. It trains on loaders of different lengths, so that
+windows are uneven and ranks run dry, and compares each gradient with one big batch.
+"""
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from tests.support.problems import gradient_of_trunk, make_batch, trunk
+from tests.support.ranks import fork, in_short, may_have_children
+from tests.support.windows import accumulating, error, gradient, run_window
+
+SECONDS = 90
+NUM_MICRO_BATCHES = [5, 2, 4, 1, 3, 0]  # of a rank's loader, by its place in the group
+DIES = "dies"
+
+
+class Training:
+    """A model over a group, under DDP or another wrapper."""
+
+    def __init__(self, group: Any = None, wrap: Callable[..., Any] = DistributedDataParallel) -> None:
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        options = {} if group is None else {"process_group": group}
+        self.model, self.accumulator = accumulating(wrap(trunk(), **options), steps=2)
+
+    def epoch(self, times: int = 1) -> Iterator[Any]:
+        """Yields after each window's loop, before its step."""
+        lengths = [times * NUM_MICRO_BATCHES[i % 6] for i in range(len(self.ranks))]
+        loaders = [[make_batch(1 + i % 3, seed=100 * r + i) for i in range(num)] for r, num in enumerate(lengths)]
+        windows = self.accumulator.windows(loaders[self.ranks.index(dist.get_rank())])
+        for i, window in enumerate(windows):
+            run_window(window, self.model)
+            exact = gradient_of_trunk([batch for loader in loaders for batch in loader[2 * i : 2 * i + 2]])
+            wrong = error(gradient(self.model), exact)
+            assert wrong <= 1e-12, wrong
+            yield window
+            window.step()
+        assert i + 1 == (max(lengths) + 1) // 2
+
+    def run(self) -> None:
+        for _ in self.epoch():
+            pass
+
+
+class Job:
+    """A rank's process, which may join several process groups in turn."""
+
+    def __init__(self, rank: int, num: int, folder: Path) -> None:
+        self.rank, self.num, self.folder = rank, num, folder
+
+    def join(self, generation: int = 0, rank: int | None = None, num: int | None = None, backend: str = "gloo") -> None:
+        store, rank = f"file://{self.folder}/{generation}", self.rank if rank is None else rank
+        limit = timedelta(seconds=SECONDS // 3)
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=num or self.num, timeout=limit)
+
+
+def plain(job: Job) -> None:
+    job.join()
+    Training().run()
+
+
+def group_of_rank_0_first(job: Job) -> None:
+    job.join()
+    dist.new_group([0])  # for a rank that alone writes checkpoints
+    Training().run()
+
+
+def group_that_rank_0_does_not_know(job: Job) -> None:
+    job.join()
+    if job.rank:
+        dist.new_group([*range(1, job.num)], use_local_synchronization=True)
+    Training().run()
+
+
+def groups_between_windows_and_after(job: Job) -> None:
+    job.join()
+    training = Training()
+    for i, _ in enumerate(training.epoch()):
+        dist.new_group([i % job.num])
+        dist.barrier(dist.new_group())
+    training.run()
+    Training(dist.new_group()).run()
+
+
+def gan(job: Job) -> None:
+    """The generator is on all ranks, the discriminator on two, whose Accumulator is made first."""
+    job.join()
+    group = dist.new_group([0, 1])
+    models = [Training(group)] if job.rank < 2 else []
+    models.append(Training())
+    for _ in zip_longest(*(model.epoch() for model in models)):
+        pass
+
+
+def teachers(job: Job) -> None:
+    """Two teachers on two ranks each, one after the other, and a student on all."""
+    job.join()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    student = Training()
+    Training(groups[job.rank // 2]).run()
+    student.run()
+
+
+def mesh_first(job: Job) -> None:
+    job.join()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    Training().run()
+    Training(mesh["columns"].get_group()).run()
+
+
+def jobs_in_one_process(job: Job) -> None:
+    for generation in range(3):
+        job.join(generation)
+        Training().run()
+        dist.destroy_process_group()
+
+
+def groups_destroyed_and_made_again(job: Job) -> None:
+    job.join()
+    own = [dist.new_group(), dist.new_group()]
+    first = Training()
+    first.run()
+    for group in own:
+        dist.destroy_process_group(group)
+    second = Training(dist.new_group())
+    second.run()
+    first.run()
+
+
+def survivor_meets_a_new_rank(job: Job) -> str | None:
+    """Rank 1 of the first job dies; rank 0 lives on, and the third process takes that place."""
+    if job.rank < 2:
+        job.join(0, num=2)
+        Training().run()
+        if job.rank:
+            return DIES
+        with suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    job.join(1, rank=job.rank // 2, num=2)
+    Training().run()
+    return None
+
+
+def children_that_exit(job: Job) -> None:
+    job.join()
+    for window in Training().epoch():
+        if job.rank and window.index == 2:
+            time.sleep(1)  # so that rank 0 forks before this rank's last message is there
+    if job.rank == 0:
+        if not (child := os.fork()):
+            atexit._run_exitfuncs()  # as sys.exit() does
+            os._exit(0)
+        until = time.monotonic() + 5
+        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert ended
+        spawned = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(3,))
+        spawned.start()
+        spawned.join(SECONDS // 2)
+        assert spawned.exitcode == 3
+
+
+def ten_profilers(job: Job) -> None:
+    job.join()
+    windows = Training().epoch(times=20)
+    for _ in range(10):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            assert len(list(islice(windows, 5))) == 5
+        assert profiler.events()
+
+
+def debugged(job: Job) -> None:
+    """Without DDP, whose constructor ends in a segfault then, on gloo and on each version."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    job.join()
+    Training(wrap=fully_shard).run()
+
+
+def backends_by_device(job: Job) -> None:
+    """As NCCL beside gloo: what went to the other backend would not be summed."""
+    import_module("torch.testing._internal.distributed.fake_pg")  # which registers "fake"
+    job.join(backend="cpu:gloo,cuda:fake")
+    Training().run()
+    Training(dist.new_group()).run()
+
+
+WORLDS: list[tuple[int, Callable[[Job], str | None]]] = [
+    *((num, plain) for num in (9, 12, 16)),
+    (2, group_of_rank_0_first),
+    (3, group_that_rank_0_does_not_know),
+    (3, groups_between_windows_and_after),
+    (3, gan),
+    (4, teachers),
+    (4, mesh_first),
+    (2, jobs_in_one_process),
+    (2, groups_destroyed_and_made_again),
+    (3, survivor_meets_a_new_rank),
+    (2, children_that_exit),
+    (2, ten_profilers),
+    (3, debugged),
+    (3, backends_by_device),
+]
+
+
+def live(world: Callable[[Job], str | None], rank: int, num: int, folder: Path, pipe: Any) -> None:
+    """Runs in the rank's process, which lives until all have ended, unless it dies."""
+    may_have_children()
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    try:
+        answer = world(Job(rank, num, folder))
+    except BaseException as raised:
+        answer = in_short(raised)
+    pipe.send(answer)
+    if answer == DIES:
+        os._exit(1)
+    time.sleep(2 * SECONDS)
+
+
+@pytest.mark.parametrize(("num", "world"), WORLDS, ids=lambda part: getattr(part, "__name__", str(part)))
+def test_world_trains_exactly(num, world, tmp_path):
+    until, said, jobs = time.monotonic() + SECONDS, [], []
+    for rank in range(num):
+        ours, theirs = multiprocessing.Pipe()
+        jobs.append((fork(live, world, rank, num, tmp_path, theirs), ours))
+        theirs.close()
+    for _, pipe in jobs:
+        try:
+            said.append(pipe.recv() if pipe.poll(max(0.0, until - time.monotonic())) else "hangs")
+        except EOFError:
+            said.append("died")
+    for process, _ in jobs:
+        process.kill()
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(num)]
+    assert not set(said) - {None, DIES}, f"{said}\n{logs}"
+
+
+def test_job_that_torchrun_restarts_trains_exactly():
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", __name__]
+    # torch keeps the addresses of dead processes in its store, also for a loop by hand.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3 * SECONDS)
+    assert done.returncode == 0 and done.stdout.count("exact") == 2, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS // 3))
+    training = Training()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        next(training.epoch())
+        os._exit(dist.get_rank())
+    training.run()
+    print("exact", flush=True)
