@@ -58,4 +58,5 @@ if [[ -n $lint ]]; then
     ruff format -q --check .
     mypy --no-error-summary
 fi
-exec "$venv/bin/python" -m pytest -q --no-header -n 3 --dist loadfile --no-loadscope-reorder "${words[@]}"
+junit=build/matrix/$venv/all.xml # for tests/programs/matrix.py
+exec "$venv/bin/python" -m pytest -q --no-header --junitxml="$junit" -n 3 --dist loadfile --no-loadscope-reorder "${words[@]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import grid, mutants
-from tests.support.engines import HAS_UNMANAGED
+from tests.support.versions import needs
 
 FILES = sorted(Path(__file__).parents[1].glob("*/test_*.py"))
 # An article, pronoun or conjunction in the place of the sentence's noun.
@@ -49,7 +49,7 @@ def test_seed_gives_the_same_mutants_of_valid_python_that_differ():
         assert ast.dump(ast.parse(one.source)) != ast.dump(ast.parse(before)), one
 
 
-@pytest.mark.skipif(not HAS_UNMANAGED, reason="the table is that of the newest DeepSpeed")
+@needs("deepspeed", "0.19.4", "the table")
 def test_table_of_the_grid_is_the_printed_one():
     page = Path(__file__).parents[1] / "grids/README.md"
     assert page.read_text() == grid.page() + "\n", "python -m tests.programs.grid > tests/grids/README.md"

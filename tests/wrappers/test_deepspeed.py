@@ -33,7 +33,7 @@ from tests.support.problems import (
     token_loss,
 )
 from tests.support.ranks import on_ranks
-from tests.support.versions import has
+from tests.support.versions import has, needs
 from tests.support.windows import error, gradient, loss_of, refused, run_window
 
 F32 = torch.float32
@@ -305,7 +305,7 @@ def in_branches(stage: int, sync: str, layouts: Any, zero: dict[str, Any], **con
     return worst
 
 
-@pytest.mark.skipif(not HAS_UNMANAGED, reason="needs finalize_gradient_accumulation_boundary")
+@needs("deepspeed", "0.19.4", "an unmanaged engine")
 @pytest.mark.parametrize(
     ("stage", "sync", "zero", "config"),
     [
