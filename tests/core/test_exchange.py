@@ -1,8 +1,5 @@
-"""Exchanges of rows between few ranks and many: what they give, in which order, and what a lost rank does."""
+"""Exchanges of rows between few ranks and many: what they give, and in which order."""
 
-import os
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -130,57 +127,3 @@ def test_twelve_ranks_that_leave_windows_at_different_places_stay_exact():
         program.epoch()
     assert max(one.worst for one in programs) <= 1e-12
     assert sum(one.num_complete for one in programs) > 15 and sum(one.num_left for one in programs) > 5
-
-
-FAULTS = """
-import os, signal, sys, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from distaccum.law import NOBODY, Reports, Span
-from distaccum.ranks import Peers
-
-SECONDS = 6
-REPORT = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, (0, 0), 2, totals=(4.0,))
-
-
-def train(rank, num, lost, folder):
-    torch.set_num_threads(1)
-    store = f"file://{folder}/{lost}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num, timeout=timedelta(seconds=SECONDS))
-    peers = Peers(dist.group.WORLD)
-    end = "went on"
-    try:
-        for i in range(4):
-            if rank == lost and i == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            begun = time.monotonic()
-            peers.plan(REPORT)
-    except Exception as error:
-        end = f"{type(error).__name__} {'late' if time.monotonic() - begun > SECONDS + 3 else 'in time'}"
-    os.write(1, f"{lost} {rank} {end}\\n".encode())
-    time.sleep(SECONDS)  # the end of a process would show others that it is lost
-
-
-children = []
-num = int(sys.argv[1])
-for lost in map(int, sys.argv[3:]):
-    for rank in range(num):
-        if not (pid := os.fork()):
-            train(rank, num, lost, sys.argv[2])
-            os._exit(0)
-        children.append(pid)
-for pid in children:
-    os.waitpid(pid, 0)
-"""
-
-
-def test_lost_rank_is_an_error_on_all_others_within_the_timeout(tmp_path):
-    """Killed are a leaf, the first rank of a block, and the first of all; the others stay."""
-    num, lost = 10, [5, 4, 0]
-    command = [sys.executable, "-c", FAULTS, str(num), str(tmp_path), *map(str, lost)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
-    )
-    expected = [f"{gone} {rank} LostRanksError in time" for gone in lost for rank in range(num) if rank != gone]
-    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from distaccum.law import LostRanksError
 from tests.support.problems import gradient_of_trunk, make_batch, trunk
 from tests.support.ranks import fork, in_short, may_have_children
 from tests.support.windows import accumulating, error, gradient, run_window
@@ -148,6 +149,19 @@ def groups_destroyed_and_made_again(job: Job) -> None:
     first.run()
 
 
+def lost_rank(job: Job) -> str | None:
+    """Rank 1 dies between a loop and its step; all others hear of it in that step."""
+    job.join()
+    windows = Training().epoch()
+    next(windows)
+    next(windows)
+    if job.rank == 1:
+        return DIES
+    with pytest.raises(LostRanksError, match=f"rank {job.rank} lost contact"):
+        next(windows)
+    return None
+
+
 def survivor_meets_a_new_rank(job: Job) -> str | None:
     """Rank 1 of the first job dies; rank 0 lives on, and the third process takes that place."""
     if job.rank < 2:
@@ -217,6 +231,7 @@ WORLDS: list[tuple[int, Callable[[Job], str | None]]] = [
     (4, mesh_first),
     (2, jobs_in_one_process),
     (2, groups_destroyed_and_made_again),
+    (9, lost_rank),
     (3, survivor_meets_a_new_rank),
     (2, children_that_exit),
     (2, ten_profilers),
