@@ -53,10 +53,7 @@ class Estimate:
     ) -> None:
         """`row` returns the sums of `numbers`; `norm` is that of the window's mean gradient, and `total` its count."""
         # Of |G|^2, tr(S) and weights, decaying.
-        self._before = before
-        self._row = row
-        self._norm = norm
-        self.total = total
+        self._before, self._row, self._norm, self.total = before, row, norm, total
         # Small, per_sample and large, as in `split`.
         self.norms: list[Tensor] = []
 
@@ -97,8 +94,7 @@ class NoiseScale(Extension):
     _last: Estimate
 
     def join(self, job: Job) -> None:
-        engine = job.engine
-        config = job.config
+        engine, config = job.engine, job.config
         if len(set(config.reductions.values())) > 1 or len(set(map(id, config.counts.values()))) > 1:
             raise ValueError(
                 f"NoiseScale() with several denominators ({', '.join(config.reductions)}), expected one: a noise scale "
@@ -111,8 +107,7 @@ class NoiseScale(Extension):
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")
         self._engine = engine
         self._parameters = job.stepped
-        self._scaler = job.scaler
-        self._once = job.once
+        self._scaler, self._once = job.scaler, job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
         # The step computes it for another purpose.
         self._norm_follows = looks or config.max_norm is not None

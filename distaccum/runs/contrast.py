@@ -44,8 +44,7 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
     refuse_closure(job.engine, "contrast")
     extensions = [extension for extension in job.extensions if extension.in_contrast]
     draw = cut_up(batch, job, columns, in_order=True)
-    run = partial(_run_contrast, job, encode, loss_fn)
-    update = retry(planner, extensions, draw, RunMode(is_sum=True), run)
+    update = retry(planner, extensions, draw, RunMode(is_sum=True), partial(_run_contrast, job, encode, loss_fn))
     job.num_contrasts += 1
     return update
 

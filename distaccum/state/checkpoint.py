@@ -52,8 +52,7 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
 
 def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     """Resumes from the state; reads everything before it sets anything."""
-    job = planner.job
-    window = planner.window
+    job, window = planner.job, planner.window
     if window is not None and window.stage in OPEN:
         raise DistaccumError(f"load_state_dict() while a window is {window.describe()}; finish it or discard() it")
     if not isinstance(state, Mapping):

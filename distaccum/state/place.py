@@ -26,9 +26,7 @@ class Pass(Iterator[Any]):
 
     # It holds no Place, which holds it: the models of a dropped accumulator are freed at once.
     def __init__(self, loader: Any, position: Position | None, before_opening: Callable[[], object]) -> None:
-        self._loader = loader
-        self._position = position
-        self._before_opening = before_opening
+        self._loader, self._position, self._before_opening = loader, position, before_opening
         self._iterator: Any = None
         self._num_unused = 0
         self._is_fresh = True

@@ -31,8 +31,7 @@ class RandomNumbers(Extension):
     def join(self, job: Job) -> None:
         # It does not hold the job, which holds it: the models of a dropped accumulator are freed at once.
         job.random = self
-        self._models = job.models
-        self._once = job.once
+        self._models, self._once = job.models, job.once
         self._devices: list[torch.device] | None = None
         self.resume(None, is_between=True)
 

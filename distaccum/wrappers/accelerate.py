@@ -102,8 +102,7 @@ class _AtWork:
     """The loader, not at its end before its last micro-batch is at work."""
 
     def __init__(self, loader: Any, is_last: Callable[[], bool]) -> None:
-        self._loader = loader
-        self._is_last = is_last
+        self._loader, self._is_last = loader, is_last
 
     @property
     def end_of_dataloader(self) -> bool:

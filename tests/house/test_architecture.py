@@ -283,6 +283,79 @@ def own_ways(source: Source) -> Counter[str]:
     return ways
 
 
+# 8. A line has one idea, and a text has no effect
+
+# Breaches that are left; a number only falls.
+PACKED = {"core": 79, "auditing": 88, "engines": 6, "meshes": 13, "trainers": 14}
+ACTING = {"core": 3, "meshes": 1, "wrappers": 1}
+BUILTINS = "bool float id iter len list map max min next repr reversed set sorted str sum tuple type"
+OF_TEXTS = "get items join keys lower removeprefix removesuffix replace startswith strip upper values"
+OF_OURS = "a as_int_if_whole bytes_text describe in_short known_engines name_of names_of plural ranks_where shorten"
+OF_ROOMS = "_kind _lines _mib _named _names_of _share cwd fspath Path signature get_rank get_world_size where"
+PURE = frozenset(f"{BUILTINS} {OF_TEXTS} {OF_OURS} {OF_ROOMS}".split())
+Leaf = ast.Name | ast.Constant
+
+
+def packed_assignments(source: Source) -> Counter[str]:
+    """Assignments of a room, `a, b = x, y`, that have more than one idea.
+
+    One idea is a swap, constants, parts of one thing under their own names (`a, b = x.a, x.b`, or arguments that `self`
+    keeps), or one expression in which one name or constant differs: `f(a), f(b)`.
+    """
+    packed: Counter[str] = Counter()
+    for path, text in source.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                values = node.value.elts
+                targets = [target.elts for target in node.targets if isinstance(target, ast.Tuple)]
+                packed[place(path)] += any(not have_one_idea(elements, values) for elements in targets)
+    return +packed
+
+
+def have_one_idea(targets: list[ast.expr], values: list[ast.expr]) -> bool:
+    is_swap = sorted(map(ast.unparse, targets)) == sorted(map(ast.unparse, values))
+    if is_swap or all(isinstance(value, ast.Constant) for value in values):
+        return True
+    bases = [kept_from(target, value) for target, value in zip(targets, values, strict=False)]
+    if None not in bases and len(set(bases)) == 1:
+        return True
+    callees = {id(node.func) for value in values for node in ast.walk(value) if isinstance(node, ast.Call)}
+    leaves = [
+        [ast.dump(node) for node in ast.walk(value) if isinstance(node, Leaf) and id(node) not in callees]
+        for value in values
+    ]
+    differing = [i for i, column in enumerate(zip(*leaves, strict=False)) if len(set(column)) > 1]
+    if len(differing) != 1 or any(isinstance(value, ast.Name) for value in values):
+        return False
+    forms = [ast.dump(value).replace(own[differing[0]], "_") for value, own in zip(values, leaves, strict=True)]
+    return len(set(forms)) == 1
+
+
+def kept_from(target: ast.expr, value: ast.expr) -> str | None:
+    """The thing whose part is kept under its own name, "" for an argument that `self` keeps; None for others."""
+    is_on_self = ast.unparse(target).startswith("self.")
+    name = ast.unparse(target).removeprefix("self.").removeprefix("_")
+    if isinstance(value, ast.Attribute):
+        return ast.unparse(value.value) if value.attr == name else None
+    return "" if is_on_self and ast.unparse(value) == name else None
+
+
+def acting_texts(source: Source) -> Counter[str]:
+    """Calls in the f-strings of a room that are not known to be pure."""
+    acting: Counter[str] = Counter()
+    for path, text in source.items():
+        texts = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.JoinedStr)]
+        calls = {id(node): node for text in texts for node in ast.walk(text) if isinstance(node, ast.Call)}
+        for call in calls.values():
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            acting[place(path)] += name not in PURE
+    return +acting
+
+
+def place(path: str) -> str:
+    return room(path) if "/" in path else "core"
+
+
 def imports_of_tests(source: Source) -> Counter[str]:
     found: Counter[str] = Counter()
     for path, text in source.items():
@@ -308,6 +381,8 @@ def breaches() -> dict[str, Counter[str]]:
         "imports of tests": imports_of_tests({**library, **sources("launch")}),
         "values without a name": unnamed_values(library),
         "groups and threads of our own": own_ways(library),
+        "assignments of several ideas": packed_assignments(library) - Counter(PACKED),
+        "texts with an effect": acting_texts(library) - Counter(ACTING),
     }
 
 
@@ -343,3 +418,8 @@ def test_rules_can_fail():
     named = "for one in x:\n    found = one\nf = lambda one: one\ng = (found := 1)\n"
     assert unnamed_values({"a.py": named, "b.py": "[one for one in x]\n"}) == {"a.py": 4}
     assert imports_of_tests({"a.py": "from tests.support.ranks import Ranks\n"}) == {"a.py": 1}
+    packed = "a, b = b, a\nc = d, e = 0, None\nf, g = h(1), h(2)\ni, j = k.grad, m.grad\nn, o = p.n, p.o\nself._q, self.r = q, r"  # noqa: E501
+    assert packed_assignments({"a.py": packed}) == {}
+    unrelated = "a, b = c, d\ne, f = g.h, g.i\nj, k = m(n), 0\np, q = m(n, 0), m(r, 1)\ns = t, u = v(), w()\n"
+    assert packed_assignments({"a.py": unrelated, "runs/b.py": "a, b = [], 0"}) == {"core": 5, "runs": 1}
+    assert acting_texts({"a.py": "f'{len(a)} {b.eval()} {c(d)!r}' + str(e())"}) == {"core": 2}

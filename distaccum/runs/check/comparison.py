@@ -63,15 +63,12 @@ class Comparison:
 
     def __init__(self, trial: Planner, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
         job = trial.job
-        self.engine = job.engine
-        self.models = job.models
+        self.engine, self.models = job.engine, job.models
         self.reductions = job.config.reductions
         self.parameters: list[nn.Parameter] = [p for p in job.parameters() if p.requires_grad]
         self.before = before
         self.whole = columns.whole
-        self._trial = trial
-        self._loss_fn = loss_fn
-        self._columns = columns
+        self._trial, self._loss_fn, self._columns = trial, loss_fn, columns
         self._own = batch
         self.batch, self.length = self._of_all_ranks()
         self.micro_batches: tuple[int, ...] = ()
@@ -85,8 +82,7 @@ class Comparison:
 
     def _of_all_ranks(self) -> tuple[Any, int]:
         """The batch of all ranks, joined on each of them, and its length."""
-        failed = None
-        length = 0
+        failed, length = None, 0
         peers = self.engine.peers
         try:
             if not self.parameters:
@@ -127,14 +123,13 @@ class Comparison:
 
     def compare(self) -> list[tuple[float, float]]:
         """Computes, by parameter, the norm of the big batch's gradient and the accumulated one's relative error."""
-        peers = self.engine.peers
         counts = {name: self.count(name, self.batch, self.length) for name in self.reductions}
         if not any(counts.values()):
             raise ValueError(f"count gave 0 {' and 0 '.join(counts)} for the whole batch; check with another")
         divisors = {name: n if self.reductions[name] == "sum_to_mean" else 1 for name, n in counts.items() if n}
         exact = weighted_sum([(self.bare(name, self.batch), 1 / divisor) for name, divisor in divisors.items()])
         is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
-        if any(peers.largest([is_bad])):
+        if any(self.engine.peers.largest([is_bad])):
             raise DistaccumError(
                 f"the loss of the whole batch is {exact.loss:g}, and it or its gradient is not finite, so there is "
                 "nothing to compare with; look for it in the batch and the model, or lower the scaler's scale"
@@ -146,7 +141,7 @@ class Comparison:
         parts = list(cut_batch(self._own, sizes, length, self.whole)) if sizes else []
         as_cut = self._measured(cut_up(self._own, self._trial.job, self._columns, parts=2))
         uneven = self._measured(lambda _: Batches(parts, sizes))
-        self.micro_batches = tuple(int(num) for (num,) in peers.gather([as_cut.num_micro_batches]))
+        self.micro_batches = tuple(int(num) for (num,) in self.engine.peers.gather([as_cut.num_micro_batches]))
         self.is_finite = math.isfinite(as_cut.loss + uneven.loss)
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
@@ -174,21 +169,20 @@ class Comparison:
         """The gradient and loss of a window that is not stepped; with a `name`, of that loss alone, unweighted."""
         if restore:
             self.before.restore()
-        trial = self._trial
-        engine = self.engine
-        scaler = self._trial.job.scaler
         is_bare = name is not None
-        window = trial.plan(draw, RunMode(is_sum=is_bare, measure=lambda _: (is_bare, (0, 0))))
+        window = self._trial.plan(draw, RunMode(is_sum=is_bare, measure=lambda _: (is_bare, (0, 0))))
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()
-            if (end_sum := engine.peers.sum(sums)) is not None:
+            if (end_sum := self.engine.peers.sum(sums)) is not None:
                 end_sum()
-            once = 1 / engine.peers.num_ranks if is_bare else 1.0
+            once = 1 / self.engine.peers.num_ranks if is_bare else 1.0
+            scaler = self._trial.job.scaler
             scale = once if scaler is None else once / scaler.get_scale()
-            zero = torch.zeros(())
-            gradients = [zero if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters]
-            return Measured(gradients, float(sums.sum()) / engine.divisor * once, window.plan.num_here)
+            gradients = [
+                torch.zeros(()) if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters
+            ]
+            return Measured(gradients, float(sums.sum()) / self.engine.divisor * once, window.plan.num_here)
         finally:
             window.discard()
 
@@ -200,8 +194,7 @@ class Comparison:
         squares = [_square(tensor) for gradient, other in pairs for tensor in (gradient - other, other)]
         sums = [math.sqrt(sum(column)) for column in zip(*self.engine.peers.gather(squares), strict=True)]
         norms = sums[1::2]
-        eps = torch.finfo(self.narrowest).eps
-        floor = math.sqrt(eps) * math.hypot(*norms)
+        floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.hypot(*norms)
         # Shards add up; a gradient that every rank has whole was counted once per rank.
         copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
         errors = [apart and apart / max(norm, floor) for apart, norm in zip(sums[::2], norms, strict=True)]

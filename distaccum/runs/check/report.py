@@ -97,11 +97,10 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     """Makes the report; puts back gradients, buffers, modes, random numbers, and which warnings were given."""
     planner.close_previous()
     job = planner.job
-    engine = planner.job.engine
-    refuse_closure(engine, "check")
-    if "step" in engine.owns:
+    refuse_closure(job.engine, "check")
+    if "step" in job.engine.owns:
         raise DistaccumError(
-            f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
+            f"check() with {job.engine.name}, which shows no gradient; check the module before it is wrapped"
         )
     # A job whose windows have no extensions, judge nothing, and count separately.
     trial = copy.copy(job)
@@ -158,7 +157,6 @@ def _report(comparison: Comparison) -> Report:
             "with another batch"
         )
     equivalent = used.agrees(errors)
-    bound = used.bound()
     causes = () if equivalent else tuple(_causes_of(used))
     dtype, narrowest = (str(kind).removeprefix("torch.") for kind in (used.dtype, used.narrowest))
     if narrowest != dtype:
@@ -175,7 +173,7 @@ def _report(comparison: Comparison) -> Report:
         causes=causes,
         parameters=tuple(rows),
         dtype=dtype,
-        bound=bound,
+        bound=used.bound(),
         samples=used.length,
         micro_batches=used.micro_batches,
         notes=tuple(used.notes),
@@ -189,7 +187,7 @@ def _causes_of(comparison: Comparison) -> list[str]:
     for name, probe, text in CAUSES:
         seen = probe(comparison, training)
         if seen is not None:
-            causes[name] = f"{name}: {text.format(seen=seen)}"
+            causes[name] = f"{name}: " + text.format(seen=seen)
     if causes:
         if _differs(comparison):
             return [*causes.values()]
@@ -254,9 +252,8 @@ CAUSES = (
 
 def _differs(comparison: Comparison) -> bool:
     """Returns whether a second call on the whole batch, with later random numbers, gives another gradient."""
-    name = next(iter(comparison.reductions))
-    batch = comparison.batch
-    return comparison.differ(comparison.bare(name, batch), comparison.bare(name, batch, restore=False))
+    given = next(iter(comparison.reductions)), comparison.batch
+    return comparison.differ(comparison.bare(*given), comparison.bare(*given, restore=False))
 
 
 def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
@@ -280,9 +277,8 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
             return False
         terms = [(part, 1.0 if is_sum else number / sum(numbers)) for part, number in pairs]
         made = weighted_sum(terms)
-        size = sum(abs(weight * part.loss) for part, weight in terms)
-        is_same_loss = abs(made.loss - exact.loss) <= comparison.bound() * max(size, 1e-9)
-        return is_same_loss and not comparison.differ(made, exact)
+        size = max(sum(abs(weight * part.loss) for part, weight in terms), 1e-9)
+        return abs(made.loss - exact.loss) <= comparison.bound() * size and not comparison.differ(made, exact)
 
     is_mean = reduction == "mean"
     if comparison.is_finite and fits(counts, is_sum=not is_mean):
