@@ -6,14 +6,15 @@ there, by the count of its own micro-batch, and the gradients are divided once, 
     for each micro-batch:  (loss * count / unit).backward()
     once per window:       gradient *= unit * ranks / count_of_all_micro_batches_on_all_ranks
 
-The unit is a count that keeps the weights near 1, the same on all ranks.
+The unit keeps the weights near 1. It is a power of two, the same on all ranks: with another one, as after a resume,
+each weight and gradient has the same bits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, final
 
@@ -63,10 +64,12 @@ class LateWindow:
             raise ValueError(f"count gave {count!r} for a micro-batch, expected a finite number of at least 0")
         number = float(read)
         if not self._unit:
-            self._unit = max(row[0] for row in self.peers.gather([number]))
+            most = max(row[0] for row in self.peers.gather([number]))
+            self._unit = 2.0 ** math.frexp(most)[1] if most else 0.0
         weight = share_of(self._reduction, number, self._unit or 1.0, 1.0)
         if self.weighed is None:
-            value = widest((loss if value is None else value).detach())
+            # A loss of shape [1] is a number too.
+            value = widest((loss if value is None else value).detach()).sum()
             self._loss = self._loss + (value * weight if number else torch.zeros_like(value))
             self._count += number
             self._num_counted += number > 0
@@ -115,6 +118,26 @@ class LateWindow:
         update = Update(index, {self._name: as_int_if_whole(total)}, num_counted, stepped, reason, seconds)
         vars(update).update(losses={self._name: loss}, grad_norm=None if norm is None else float(norm))  # known already
         return update
+
+
+def reached(loss: Tensor, noted: Mapping[Any, Any]) -> list[Any]:
+    """What is noted for the places in the graph that a loss was made from: of each path, the nearest."""
+    values = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [place_of(loss)]
+    while waiting:
+        place = waiting.pop()
+        if place in noted:
+            values.append(noted[place])
+        elif place[0] is not None and place[0] not in seen:
+            seen.add(place[0])
+            waiting += place[0].next_functions
+    return values
+
+
+def place_of(value: Tensor) -> tuple[Any, int]:
+    """A tensor's place in the graph: the node that it comes from, and which of its outputs it is."""
+    return value.grad_fn, value.output_nr
 
 
 def _silenced(loss: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
@@ -19,6 +20,11 @@ from ..law import DistaccumError, Reduction
 from ..private import replaced
 from ..update import Update
 from .late import LateWindow
+
+AS_MANY = (
+    "expected as many micro-batches on each rank, since Lightning ends the epoch of a rank when its loader ends; give "
+    "each rank as many, or write the loop with an Accumulator"
+)
 
 
 def _callback() -> Any:
@@ -50,10 +56,9 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
         self._late = LateWindow(reduction, count)  # refuses what it does not know
         self._count, self._reduction = count, reduction
         self.update: Update | None = None
-        self._batch: Any = None  # as training_step got it
-        self._loss: Tensor | None = None  # as it returned it
+        self._noted: tuple[Any, Tensor] | None = None  # of the training_step that ran last: its count, and its loss
         self._norm: Tensor | None = None  # before clipping
-        self._is_complete = self._has_stepped = False
+        self._is_complete = self._has_stepped = self._may_end_anywhere = False
         self._stack = ExitStack()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -68,10 +73,13 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
                 f"ExactAccumulation with {seen}, expected Lightning's own optimisation, and gradients that can be "
                 "seen, as under DDP and FSDP; leave it out, and give the module an Accumulator"
             )
+        self._stack.close()  # of a fit that failed where no callback hears of it
         self._late = LateWindow(self._reduction, self._count)  # of all ranks
-        step, backward, precision = pl_module.training_step, pl_module.backward, trainer.precision_plugin
-        noted, weighed = partial(self._training_step, step), partial(self._backward, trainer, backward)
-        self._stack.enter_context(replaced(pl_module, training_step=wraps(step)(noted), backward=weighed))
+        # Nothing is put on the module, which others may copy and save.
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        step = partial(self._training_step, trainer, strategy.training_step)
+        self._stack.enter_context(replaced(strategy, training_step=step))
+        self._stack.enter_context(replaced(precision, backward=partial(self._backward, trainer, precision.backward)))
         if type(precision).clip_grad_by_norm.__qualname__ == "Precision.clip_grad_by_norm":  # no other returns the norm
             self._stack.enter_context(replaced(precision, clip_grad_by_norm=partial(self._clip, precision)))
         for optimizer in trainer.optimizers:
@@ -81,9 +89,26 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
         numbers = [row[0] for row in self._late.peers.gather([float(trainer.num_training_batches)])]
         if len(set(numbers)) > 1:
             raise DistaccumError(
-                f"ranks have {', '.join(f'{number:g}' for number in numbers)} micro-batches in this epoch, expected as "
-                "many on each, since Lightning ends the epoch of a rank when its loader ends; give each rank as many, "
-                "or write the loop with an Accumulator"
+                f"ranks have {', '.join(f'{number:g}' for number in numbers)} micro-batches in this epoch, {AS_MANY}"
+            )
+        # A limit in batches hides a stream's end.
+        is_sized = isinstance(trainer.limit_train_batches, float) and math.isfinite(numbers[0])
+        self._may_end_anywhere = not (is_sized or self._late.peers.is_alone)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._agree(trainer, 1.0 if trainer.is_last_batch else 0.0)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.is_last_batch:
+            # A rank without data, or all ranks where the loop stops in mid-epoch.
+            self._agree(trainer, 2.0)
+
+    def _agree(self, trainer: Any, end: float) -> None:
+        """Raises on all ranks where the data of some end, if nobody knew their length."""
+        if self._may_end_anywhere and len({row[0] for row in self._late.peers.gather([end])}) > 1:
+            raise DistaccumError(
+                f"the data of some ranks end at micro-batch {trainer.fit_loop.batch_idx + 1} of this epoch, and those "
+                f"of others do not, {AS_MANY}"
             )
 
     def on_before_zero_grad(self, *_: Any) -> None:
@@ -100,25 +125,38 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
 
     def teardown(self, *_: Any, **__: Any) -> None:
         self._stack.close()
-        self._batch = self._loss = None
+        self._noted = None
 
     def on_exception(self, *_: Any) -> None:
         self.teardown()
 
-    def _training_step(self, training_step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Notes the batch, with what the module takes out of it or puts in, and the loss."""
-        self._batch = copy.copy(batch) if isinstance(batch, MutableMapping) else batch
-        output = training_step(batch, *args, **kwargs)
-        if isinstance(batch, MutableMapping):
-            self._batch.update(batch)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        self._loss = loss.detach() if isinstance(loss, Tensor) else None
-        return output
+    def _training_step(self, trainer: Any, run: Callable[..., Any], *args: Any) -> Any:
+        """Notes the count and the loss as the module's training_step returns, which a strategy calls by its name."""
+        module = trainer.lightning_module
+        step = module.training_step
+
+        @wraps(step)
+        def noted(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            # With what the module takes out of it or puts in.
+            seen = copy.copy(batch) if isinstance(batch, MutableMapping) else batch
+            output = step(batch, *args, **kwargs)
+            if isinstance(batch, MutableMapping):
+                seen.update(batch)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            self._noted = (self._count(seen), loss.detach()) if isinstance(loss, Tensor) else None
+            return output
+
+        with replaced(module, training_step=noted):
+            return run(*args)
 
     def _backward(self, trainer: Any, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self not in trainer.callbacks:
+            # The Tuner trains with callbacks of its own, and who weighs must divide.
+            trainer.callbacks.append(self)
         self._late.begin_micro_batch()
         loss = loss * trainer.accumulate_grad_batches  # by which Lightning has divided it
-        backward(self._late.weigh(loss, self._count(self._batch), self._loss), *args, **kwargs)
+        count, value = self._noted or (None, None)
+        backward(self._late.weigh(loss, count, value), *args, **kwargs)
 
     def _clip(self, precision: Any, optimizer: Any, clip_val: float) -> None:
         self._norm = torch.nn.utils.clip_grad_norm_(precision.main_params(optimizer), clip_val)
