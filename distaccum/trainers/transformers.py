@@ -1,34 +1,34 @@
 """transformers' Trainer with exact updates: it draws, calls, clips, steps and logs as always; losses have late weights.
 
 Whatever overrides there are, above or below this class or on the instance, a loss meets its weight in
-`accelerator.backward`, and is counted by the inputs of the innermost `compute_loss`. The call of `training_step` that
-ends the window divides the gradients, before the Trainer looks at them.
+`accelerator.backward`. Its count is that of the `compute_loss` which made its graph, the innermost if several did. The
+call of `training_step` that ends the window divides the gradients, before the Trainer looks at them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, final
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, recursively_apply
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.loss import loss_utils
-from transformers.trainer_utils import has_length
 
 from ..batch import Count
 from ..engines.private.ddp import before_sink
 from ..law import DistaccumError, Reduction
+from ..norms import widest
 from ..private import replaced
 from ..scaling import forget
 from ..update import Update
 from ..wrappers.private import leave_out_step, note_step
-from .late import LateWindow
+from .late import LateWindow, place_of, reached
 
 # Options of an Accumulator, and the Trainer's arguments for them.
 ELSEWHERE = {
@@ -82,39 +82,24 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         values = gather_object([own])
         if error is not None and not any(values):
             raise error
+        self._accumulation.begin()
         # The sixth value is the number of micro-batches per epoch.
-        lengths = [0 if of_rank is None else of_rank[5] for of_rank in values]
-        longest = lengths.index(max(lengths))
-        self._accumulation.begin(lender=longest if 0 in lengths else None)
-        return values[longest]
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, None]:
-        """The next window's micro-batches, drawn one by one as the loop comes to them, and turns without any."""
-        methods = type(self).get_batch_samples, super().get_batch_samples.__func__
-        is_plain = methods == (AccumulatingTrainer.get_batch_samples, Trainer.get_batch_samples)
-        nothing = {getattr(self.model, "main_input_name", "input_ids"): torch.empty(0, dtype=torch.long, device=device)}
-        if is_plain and "get_batch_samples" not in vars(self):
-            first = list(islice(epoch_iterator, 1))
-            drawn: Any = _Turns([nothing] * num_batches)
-            drawn.micro_batches = chain(first, epoch_iterator)
-        else:
-            # An override may look at the whole window.
-            first = super().get_batch_samples(epoch_iterator, num_batches, device)[0]
-            drawn = [*first, *[nothing] * (num_batches - len(first))]
-        return (drawn if self._accumulation.goes_on(first) else []), None
+        return max(filter(None, values), key=lambda of_rank: of_rank[5])
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         self._accumulation.norm = super()._get_grad_norm(*args, **kwargs)
         return self._accumulation.norm
 
 
-class _Turns(list[Any]):
-    """A window's turns; the Trainer's loop draws each micro-batch when it comes to it, and then the list's items."""
+class _Steps(int):
+    """A number of micro-batches which divides no loss: what is divided by it stays as it is."""
 
-    micro_batches: Iterator[Any]
+    def __rtruediv__(self, other: Any) -> Any:
+        return other
 
-    def __iter__(self) -> Iterator[Any]:
-        return islice(chain(self.micro_batches, super().__iter__()), len(self))
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*(1 if isinstance(value, cls) else value for value in args), **(kwargs or {}))
 
 
 @final
@@ -127,27 +112,60 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         self._trainer, self._given_count = trainer, count
         self._late = LateWindow(reduction, count or self._known_count)
         self.norm: Any = None
-        # In a training step: the inputs that the loss is computed from, and labels kept, by the place of the loss in
-        # the graph, for each that transformers' own cross entropy returned. Its loss functions that take
-        # num_items_in_batch call it. One that something was added to has another place.
+        # Turns of a window without a micro-batch: of any rank, and of this one. The Trainer counts their tokens.
+        self._skipped: dict[str, Tensor] = {}
+        self._lent: dict[str, Tensor] = {}
+        # In a training step: its inputs, and counts by the place in the graph of what they count: of a loss that
+        # compute_loss returned, and of the items that it divided by; without count=, of each loss that transformers'
+        # own cross entropy returned. Its loss functions that take num_items_in_batch call it. One that something was
+        # added to has another place.
         self._inputs: Any = None
-        self._kept: dict[Any, Tensor] | None = None
+        self._noted: dict[Any, Any] | None = None
 
-    def begin(self, lender: int | None) -> None:
-        """Begins a loop; `lender` has micro-batches, if another rank has none."""
-        self._lender, self._last, self._inputs, self._kept = lender, None, None, None
+    def begin(self) -> None:
+        """Begins a loop."""
+        self._last = self._inputs = self._noted = None
         self._late.clear()
+        self._begin_log()
 
-    def goes_on(self, first: Sequence[Any]) -> bool:
-        """True if any rank has a micro-batch in this window; `first`: what this rank begins with."""
+    def _begin_log(self) -> None:
+        # Of the updates since the last log: their number, the losses of those that have one, and what was handed on.
+        self._num_updates, self._losses, self._handed_on = 0, list[float](), 0.0
+
+    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+        if logs and "loss" in logs:
+            self._begin_log()
+
+    def _for_the_log(self, loss: float | None) -> float:
+        """The number to add to the Trainer's sum so that its mean over updates is that of those with a loss."""
+        self._num_updates += 1
+        self._losses += [] if loss is None else [loss]
+        before = self._handed_on
+        self._handed_on = sum(self._losses) * self._num_updates / max(len(self._losses), 1)
+        return self._handed_on - before
+
+    def _draw(self, get_batch_samples: Callable[..., Any], *args: Any) -> tuple[list[Any], Any]:
+        """The window's micro-batches as the Trainer draws them, after turns without any if another rank has more.
+
+        The last turn of each rank then has a backward, which reduces. A window that a data set without a length ends
+        in begins with turns for nobody.
+        """
         trainer, peers = self._trainer, self._late.peers
-        if self._lender is not None:
-            (self._last,) = broadcast_object_list([first[0] if first else None], from_process=self._lender)
-            self._lender = None
-        if not peers.is_alone and has_length(trainer.callback_handler.train_dataloader):
-            # The longest rank has some left.
-            return True
-        return any(row[0] for row in peers.gather([bool(first)]))
+        # Ranks without a micro-batch would not take part in a sum of items.
+        with replaced(trainer.args, average_tokens_across_devices=False):
+            batches, items = get_batch_samples(*args)
+        rows = peers.gather([len(batches), bool(batches or self._last)])
+        self._lengths = [int(length) for length, _ in rows]
+        most = max(self._lengths)
+        if most and not all(can_lend for _, can_lend in rows):
+            lender = self._lengths.index(most)
+            (given,) = broadcast_object_list([batches[0] if batches else None], from_process=lender)
+            self._last = self._last or given
+        name = getattr(trainer.model, "main_input_name", "input_ids")
+        self._skipped, self._lent = ({name: torch.empty(0, dtype=torch.long, device=args[2])} for _ in range(2))
+        self._left = max(most, args[1]) if most else 0
+        skipped = [self._skipped] * (self._left - most)
+        return [*skipped, *[self._lent] * (most - len(batches)), *batches], items
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -163,8 +181,9 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             return self._compute_loss(run, *args, **kwargs) if any_trainer is trainer else run(*args, **kwargs)
 
         step, compute_outer = partial(self._run, trainer.training_step), partial(self._compute_loss, outer)
+        draw = partial(self._draw, trainer.get_batch_samples)
         with (
-            replaced(trainer, training_step=step, compute_loss=compute_outer),
+            replaced(trainer, training_step=step, compute_loss=compute_outer, get_batch_samples=draw),
             # The one place that sees what an override below AccumulatingTrainer has made of its inputs.
             replaced(Trainer, compute_loss=compute_inner),
             replaced(loss_utils, fixed_cross_entropy=partial(self._cross_entropy, loss_utils.fixed_cross_entropy)),
@@ -173,69 +192,113 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
 
     def _run(self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
         """Runs a micro-batch; returns the window's loss if it is the last, else 0, for the Trainer to add up."""
-        trainer, loss = self._trainer, None
+        trainer = self._trainer
+        loss = None
         is_last = trainer.accelerator.sync_gradients
-        entries = inputs.values() if isinstance(inputs, dict) else [inputs]
-        self._is_idle = all(isinstance(entry, Tensor) and not entry.numel() for entry in entries)
-        if not (self._is_idle and self._late.peers.is_alone):
-            self._run_batch(training_step, model, copy.copy(self._last) if self._is_idle else inputs, is_last)
+        if inputs is not self._skipped:
+            self._run_batch(training_step, model, inputs, is_last)
+        self._left -= 1
         if is_last:
             groups = (group["params"] for group in trainer.optimizer.param_groups)
             loss = self._late.divide(chain(model.parameters(), *groups))
             leave_out_step(trainer.optimizer) if loss is None else note_step(trainer.optimizer, True)
+            loss = self._for_the_log(loss)
         return torch.tensor(loss or 0.0, device=trainer.args.device)
 
     def _run_batch(self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, is_last: bool) -> None:
         trainer = self._trainer
+        accelerator = trainer.accelerator
+        self._is_lent = inputs is self._lent
+        inputs = copy.copy(self._last) if self._is_lent else inputs
         self._late.begin_micro_batch()
-        self._inputs = copy.copy(inputs)
         self._last = None if self._late.peers.is_alone else copy.copy(inputs)
-        self._kept = {} if self._given_count is None else None
-        # Whatever divides by these would divide once more.
-        ones = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": False}
-        own = {"current_gradient_accumulation_steps": 1, "loss_is_scaled_for_ga": True}
-        backward = partial(self._backward, trainer.accelerator.backward, is_last)
-        with replaced(trainer.args, **ones), replaced(trainer, **own), replaced(trainer.accelerator, backward=backward):
+        self._inputs = inputs
+        self._noted = {}
+        # No loss is divided by these, nor by what all ranks have.
+        steps = {"gradient_accumulation_steps": _Steps(trainer.args.gradient_accumulation_steps)}
+        own = {
+            "current_gradient_accumulation_steps": _Steps(trainer.current_gradient_accumulation_steps),
+            "loss_is_scaled_for_ga": True,
+        }
+        hooks = {"backward": partial(self._backward, accelerator.backward, is_last)}
+        if min(self._lengths) < self._left <= max(self._lengths):
+            hooks["gather_for_metrics"] = partial(self._gather_for_metrics, accelerator.gather_for_metrics)
+        everything = {**steps, "average_tokens_across_devices": False}
+        with replaced(trainer.args, **everything), replaced(trainer, **own), replaced(accelerator, **hooks):
             training_step(model, inputs, None)
-        self._inputs = self._kept = None
+        self._inputs = self._noted = None
         if self._late.weighed is None:
             raise DistaccumError(
                 f"{type(trainer).__name__}.training_step ran no self.accelerator.backward(loss), expected one for each "
                 "micro-batch, where the loss gets its weight; call it in place of loss.backward()"
             )
 
-    def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Notes what a compute_loss is given, in a copy, since it may pop the labels."""
-        # Not in an evaluation.
-        if self._inputs is not None:
-            self._inputs = copy.copy(inputs)
-            if "num_items_in_batch" in kwargs or len(args) > 1:
-                items = self._items() if self._whose is not None else None
-                args, kwargs = args[:1], {**kwargs, "num_items_in_batch": items}
-        return compute(model, inputs, *args, **kwargs)
+    def _gather_for_metrics(self, own: Callable[..., Any], values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gathers from the ranks that have a micro-batch of their own in this turn."""
+        here = [rank for rank, length in enumerate(self._lengths) if length >= self._left]
+        if args or kwargs:
+            return own(values, *args, **kwargs)
+        rows = self._trainer.accelerator.gather(values)
+        return recursively_apply(lambda row: row.unflatten(0, (len(self._lengths), -1))[here].flatten(0, 1), rows)
 
-    def _items(self) -> Tensor:
-        """The items in this micro-batch alone: a loss that divides by them is a mean over them."""
+    def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Notes the count of the loss that a compute_loss returns, by its place in the graph."""
+        # Not in an evaluation, nor for a look at other inputs.
+        if self._noted is None or not torch.is_grad_enabled():
+            return compute(model, inputs, *args, **kwargs)
+        seen = copy.copy(inputs)
+        if "num_items_in_batch" in kwargs or len(args) > 1:
+            items = self._items(seen) if self._whose is not None else None
+            args, kwargs = args[:1], {**kwargs, "num_items_in_batch": items}
+        result = compute(model, inputs, *args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        if self._given_count is not None and isinstance(loss, Tensor) and loss.requires_grad:
+            self._noted[place_of(loss)] = self._count_of(loss, _as_left(seen, inputs))
+        return result
+
+    def _items(self, inputs: Any) -> Tensor:
+        """The items in this micro-batch alone: a loss that divides by them is a mean over them.
+
+        They are in the graph of such a loss, which tells that they are its count, whatever becomes of the inputs.
+        """
+        device = self._trainer.args.device
         # Without count=, a loss is weighed only if it is known, and then it is not asked what to divide by.
-        number = 1.0 if self._given_count is None or self._is_idle else self._given_count(self._inputs)
-        return torch.as_tensor(number, device=self._trainer.args.device)
+        if self._given_count is None or self._is_lent:
+            return torch.ones((), device=device)
+        count = self._given_count(inputs)
+        items = widest(torch.as_tensor(count, device=device)).requires_grad_().clone()
+        self._noted[place_of(items)] = count
+        return items
+
+    def _count_of(self, loss: Tensor, inputs: Any) -> Any:
+        """The count of a loss: of what it was made from, or else of these inputs, of which it was."""
+        counts = reached(loss, self._noted or {}) or [self._given_count(inputs)]
+        numbers = {float(count) for count in counts}
+        if len(numbers) > 1:
+            seen = " and ".join(f"{number:g}" for number in sorted(numbers))
+            raise DistaccumError(
+                f"a loss was made from losses with counts of {seen}, expected one count for the micro-batch that "
+                "the step was given; give each part a step of its own"
+            )
+        return counts[0]
 
     def _cross_entropy(
         self, own: Any, source: Tensor, target: Tensor, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """transformers' own cross entropy; in a training step a mean, whatever it shall divide by."""
-        if self._kept is None or target.is_floating_point():
+        if self._noted is None or self._given_count is not None or target.is_floating_point():
             return own(source, target, num_items_in_batch, *args, **kwargs)
         loss = own(source, target, None, *args, **kwargs)
-        self._kept[loss.grad_fn, loss.output_nr] = target.ne(kwargs.get("ignore_index", args[0] if args else -100))
+        self._noted[place_of(loss)] = target.ne(kwargs.get("ignore_index", args[0] if args else -100))
         return loss
 
     def _known_count(self, loss: Tensor) -> Tensor | None:
-        kept = None if self._kept is None else self._kept.get(before_sink(loss))
+        kept = None if self._noted is None else self._noted.get(before_sink(loss))
         return None if kept is None else kept.sum()
 
     def _backward(self, backward: Callable[..., None], is_last: bool, loss: Tensor, **kwargs: Any) -> None:
-        count = self._known_count(loss) if self._given_count is None else self._items()
+        is_given = self._given_count is not None
+        count = self._count_of(loss, self._inputs) if is_given else self._known_count(loss)
         if count is None:
             trainer = self._trainer
             model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
@@ -245,7 +308,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
                 "shift=True) if it predicts next tokens, count=count_samples or a function of your own, and "
                 "reduction='sum_to_mean' if it is a sum"
             )
-        backward(self._late.weigh(loss, 0 if self._is_idle else count, is_last=is_last), **kwargs)
+        backward(self._late.weigh(loss, 0 if self._is_lent else count, is_last=is_last), **kwargs)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Records the update that the Trainer made."""
@@ -255,6 +318,11 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         if accelerator.scaler is not None and not any(update.counts.values()):
             # The Trainer's clipping unscaled it.
             forget(accelerator.scaler, [trainer.optimizer.optimizer])
+
+
+def _as_left(seen: Any, inputs: Any) -> Any:
+    """Inputs with what was taken out of them, and as they were left."""
+    return {**seen, **inputs} if isinstance(inputs, dict) else inputs
 
 
 def _refuse(trainer: Any) -> None:
