@@ -288,7 +288,7 @@ def test_inputs_that_an_override_changes_are_what_is_trained_and_counted():
         assert worst(fit(kind, make_net(), rows, num_train_epochs=1)[0], expected.weights) <= 1e-10, name
 
 
-def test_patched_instances_are_counted_too_and_draw_in_the_loop_s_pace():
+def test_patched_instances_are_counted_too_and_draw_as_the_trainer_does():
     rows, drawn = make_rows([3, 5, 2, 7, 1]), []
     expected = Expected(make_net(), windows_of([rows], epochs=1))
 
@@ -309,7 +309,117 @@ def test_patched_instances_are_counted_too_and_draw_in_the_loop_s_pace():
         trainer.train()
         assert trainer.compute_loss is compute_loss and "backward" not in vars(trainer.accelerator)
     assert error(weights(net), expected.weights[-1]) <= 1e-10
-    assert drawn == [0, 0, 0, 0, 1]  # Accelerate reads one ahead, to know the last
+    assert drawn == [0, 0, 0, 0, 0]  # a window at once, as the Trainer does, and one ahead, to know the last
+
+
+def test_count_belongs_to_the_inputs_that_the_loss_was_made_from():
+    def mean(model: Any, inputs: Any, items: Any = None) -> Tensor:
+        logits = model(inputs["input_ids"])["logits"].flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, inputs["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / ((inputs["labels"] != IGNORED).sum() if items is None else items)
+
+    class Rebinds(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            inputs["labels"] = sparse_labels(inputs)["labels"]
+            return mean(model, inputs)
+
+    class Probes(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            loss = super().compute_loss(model, sparse_labels(inputs), *args, **named)
+            with torch.no_grad():
+                super().compute_loss(model, collate(rows[:1]))
+            super().compute_loss(model, collate(rows[:1]))
+            return loss
+
+    class InPlace(kinds()[1]):  # type: ignore[misc]
+        """Divides by the count from before: a sum over the window, of all that was counted."""
+
+        def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            inputs["labels"].copy_(sparse_labels(inputs)["labels"])
+            return mean(model, inputs, num_items_in_batch)
+
+    class Adds(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            return super().compute_loss(model, inputs) + super().compute_loss(model, sparse_labels(inputs))
+
+    rows = make_rows([13, 15, 12, 17, 11, 14])
+    masked = [sparse_labels(row) for row in rows]
+    expected = Expected(make_net(), windows_of([masked], epochs=1)).weights
+    for kind in (Rebinds, Probes):
+        assert worst(fit(kind, make_net(), rows, num_train_epochs=1)[0], expected) <= 1e-10, kind
+    options = {"num_train_epochs": 1, "max_grad_norm": 0.0, "weight_decay": 0.0, "max_steps": 1}
+    start, net, exact = weights(make_net()), make_net(), make_net()
+    fit(InPlace, net, rows[:3], **options)
+    (mean(exact, collate(masked[:3]), 13 + 15 + 12)).backward()
+    assert error(start - weights(net), 0.5 * gradient(exact)) <= 1e-10
+    with pytest.raises(DistaccumError, match="a loss was made from losses with counts of"):
+        fit(Adds, make_net(), rows, **options)
+
+
+def test_logged_loss_is_the_mean_over_updates_that_count():
+    rows = make_rows([3, 5, 2, -7, -1, -4, 6, 2, 9])
+    for order in (rows, rows[3:6] + rows[:3] + rows[6:]):
+        losses = [log["loss"] for log in _logs(order, logging_steps=3) if "loss" in log]
+        single = [log["loss"] for log in _logs([*rows[:3], *rows[6:]], logging_steps=2, lr=0.0) if "loss" in log]
+        assert losses == pytest.approx(single, rel=1e-5)
+
+
+def _logs(rows: list[Row], **options: Any) -> list[dict[str, float]]:
+    trainer = trained(kinds()[1], make_net(), rows, num_train_epochs=1, **{"lr": 0.0, **options})
+    return trainer.state.log_history
+
+
+def test_override_of_get_batch_samples_sees_no_batch_that_the_trainer_would_not_draw():
+    class Reads(kinds()[1]):  # type: ignore[misc]
+        def get_batch_samples(self, *args: Any) -> Any:
+            batches, number = super().get_batch_samples(*args)
+            return [{**batch, "labels": batch["labels"]} for batch in batches], number
+
+    rows = make_rows([3, 5, 2, 7, 1])
+    expected = Expected(make_net(), windows_of([rows], epochs=3)[:5])
+    seen, _ = fit(Reads, make_net(), Stream(rows), max_steps=5, num_train_epochs=3)
+    assert worst(seen, expected.weights) <= 1e-10
+
+
+class OnRanks(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, parts: list[list[Row]]) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.parts[dist.get_rank()])
+
+
+@pytest.mark.parametrize("sizes", [[0, 5], [5, 2], [4, 4]], ids=str)
+@on_ranks(2)
+def test_ranks_with_streams_of_any_length_are_exact(sizes):
+    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2][: sum(sizes)])
+    parts = [rows[: sizes[0]], rows[sizes[0] :]]
+
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(OnRanks(parts), batch_size=1, collate_fn=collate)
+
+    windows = windows_of(parts)
+    seen, _ = fit(Own, make_net(), rows, max_steps=len(windows))
+    assert worst(seen, Expected(make_net(), windows).weights) <= 1e-10
+
+
+def test_step_keeps_the_number_of_micro_batches_and_divides_no_loss_by_it():
+    numbers: list[Any] = []
+
+    class Looks(kinds()[1]):  # type: ignore[misc]
+        def training_step(self, *args: Any) -> Tensor:
+            numbers.append((self.args.gradient_accumulation_steps, 4 % self.current_gradient_accumulation_steps))
+            return super().training_step(*args)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **named)
+            return loss / self.current_gradient_accumulation_steps * (1 / self.args.gradient_accumulation_steps)
+
+    rows = make_rows([3, 5, 2, 7])
+    expected = Expected(make_net(), windows_of([rows], epochs=1))
+    assert worst(fit(Looks, make_net(), rows, num_train_epochs=1)[0], expected.weights) <= 1e-10
+    assert numbers == [(3, 1)] * 3 + [(3, 0)]
 
 
 def test_two_backwards_of_a_micro_batch_add_up_as_in_the_trainer():
@@ -391,6 +501,19 @@ def test_loss_that_gathers_meets_all_ranks_in_each_turn(lengths):
     assert gathered == [2] * (len(rows) + 1 >> 1)
 
 
+@on_ranks(2)
+def test_metrics_are_gathered_from_ranks_with_a_micro_batch_of_their_own():
+    gathered: list[int] = []
+
+    class Gathers(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            gathered.append(int(self.accelerator.gather_for_metrics(inputs["labels"].ne(IGNORED).sum()).sum()))
+            return super().compute_loss(model, inputs, *args, **named)
+
+    fit(Gathers, make_net(), make_rows([3, 5, 2, 7, 1, 4, 6]), num_train_epochs=1, accelerator_config=EVEN)
+    assert gathered == [8, 9, 5, 6]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_resumed_run_equals_the_uninterrupted_one(world, tmp_path):
@@ -401,6 +524,14 @@ def test_resumed_run_equals_the_uninterrupted_one(world, tmp_path):
     fit(kinds()[1], make_net(), rows, **options)
     seen, _ = fit(kinds()[1], make_net(), rows, resume=f"{folder}/checkpoint-2", **options)
     assert worst(seen, expected.weights[2:]) <= 1e-10
+
+
+def test_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path):
+    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2, 9, 3, 4])
+    options = {"save_strategy": "steps", "save_steps": 1, "folder": str(tmp_path)}
+    whole, _ = fit(kinds()[1], make_net(), rows, **options)
+    resumed, _ = fit(kinds()[1], make_net(), rows, resume=f"{tmp_path}/checkpoint-1", **options)
+    assert all(map(torch.equal, whole[1:], resumed)) and len(resumed) == len(whole) - 1
 
 
 def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():

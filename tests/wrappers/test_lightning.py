@@ -1,7 +1,10 @@
 """Lightning: its own loop with a callback, and an Accumulator in manual optimisation, on real ranks."""
 
+import copy
+import io
 import logging
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 from distaccum.lightning import ExactAccumulation
@@ -138,7 +141,7 @@ class Automatic(pl.LightningModule):
         return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
     def training_step(self, batch: Any, index: int) -> Any:
-        batch = batch if self.loss is sample_loss else {**batch, "labels": batch.pop("labels")}
+        batch = {**batch, "labels": batch.pop("labels")} if self.loss is token_loss else batch
         loss = self.loss(self.net, batch)
         self.log("loss", loss)
         return {"loss": loss, "size": len(batch["x"])}
@@ -271,6 +274,87 @@ def test_callback_refuses_manual_optimisation_and_strategies_that_accumulate():
 def test_callback_refuses_ranks_with_unequal_loaders_on_all_of_them():
     with pytest.raises(DistaccumError, match="ranks have 3, 4 micro-batches in this epoch"):
         fit(Automatic(), batches_of(0)[: 3 + dist.get_rank()], callbacks=[ExactAccumulation(count_samples)])
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("sizes", [[4, 2], [3, 2], [2, 0]], ids=str)
+@on_ranks(2)
+def test_callback_refuses_ranks_whose_streams_end_apart_on_all_of_them(sizes):
+    loader = DataLoader(Stream(batches_of(0)[: sizes[dist.get_rank()]]), batch_size=None)
+    with pytest.raises(DistaccumError, match="the data of some ranks end at micro-batch"):
+        fit(Automatic(), loader, accumulate_grad_batches=2, callbacks=[ExactAccumulation(count_samples)])
+
+
+@on_ranks(2)
+def test_callback_takes_streams_of_one_length():
+    module, batches = Automatic(), batches_of(dist.get_rank())[:3]
+    loader = DataLoader(Stream(batches), batch_size=None)
+    exact = ExactAccumulation(count_samples)
+    fit(module, loader, accumulate_grad_batches=2, gradient_clip_val=MAX_NORM, callbacks=[exact])
+    net, _, _ = expected(windows_of([2], [batches_of(rank)[:3] for rank in range(2)]))
+    assert error(weights(module), weights(net)) <= 1e-12
+
+
+@THEIRS
+def test_gradients_are_divided_in_the_search_for_a_learning_rate_too(monkeypatch, tmp_path):
+    from pytorch_lightning.callbacks import LearningRateFinder
+
+    monkeypatch.chdir(tmp_path)
+    seen: list[Any] = []
+
+    class Searched(Automatic):
+        lr = 0.5
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(gradient(self).clone())
+
+    batches = batches_of(0)[:2]
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=1e-2, num_training_steps=2, update_attr=False)
+    fit(Searched(), batches, accumulate_grad_batches=2, callbacks=[finder, ExactAccumulation(count_samples)])
+    net = make_net_without_router()
+    sample_loss(net, join(batches)).backward()
+    assert len(seen) > 2 and error(seen[0], gradient(net)) <= 1e-12
+
+
+def test_module_may_be_copied_and_saved_while_it_trains():
+    class Copies(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.copied = copy.deepcopy(module)
+            torch.save(module, io.BytesIO())
+
+    copies, exact, module = Copies(), ExactAccumulation(count_samples), Automatic()
+    fit(module, batches_of(0), accumulate_grad_batches=2, callbacks=[copies, exact])
+    first = weights(module)
+    assert not torch.equal(weights(copies.copied), first)
+    again = pickle.loads(pickle.dumps(ExactAccumulation(count_samples)))
+    fit(copies.copied, batches_of(0), accumulate_grad_batches=2, callbacks=[again])
+    assert torch.equal(weights(copies.copied), first)
+
+
+def test_loss_of_shape_1_is_a_number_and_a_second_fit_weighs_once():
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.callbacks = []
+            raise KeyError("a fit that fails where no callback hears of it")
+
+    from pytorch_lightning.strategies import SingleDeviceStrategy
+
+    loss = lambda net, batch: sample_loss(net, batch)[None]  # noqa: E731
+    exact, strategy = ExactAccumulation(count_samples), SingleDeviceStrategy("cpu")
+    with pytest.raises(KeyError):
+        fit(Automatic(loss=loss), batches_of(0), callbacks=[exact, Fails()], strategy=strategy)
+    module, options = Automatic(loss=sample_loss), {"gradient_clip_val": MAX_NORM, "accumulate_grad_batches": 2}
+    module.loss = loss
+    fit(module, [dict(batch) for batch in batches_of(0)], callbacks=[exact], strategy=strategy, **options)
+    net, _, _ = expected(windows_of([2], [batches_of(0)]))
+    assert error(weights(module), weights(net)) <= 1e-12
 
 
 @THEIRS
