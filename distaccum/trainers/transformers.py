@@ -154,13 +154,15 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         # Ranks without a micro-batch would not take part in a sum of items.
         with replaced(trainer.args, average_tokens_across_devices=False):
             batches, items = get_batch_samples(*args)
-        rows = peers.gather([len(batches), bool(batches or self._last)])
+        if batches and not peers.is_alone:
+            self._last = batches[0]
+        rows = peers.gather([len(batches), self._last is not None])
         self._lengths = [int(length) for length, _ in rows]
         most = max(self._lengths)
-        if most and not all(can_lend for _, can_lend in rows):
+        if not peers.is_alone and most and not all(can_lend for _, can_lend in rows):
             lender = self._lengths.index(most)
             (given,) = broadcast_object_list([batches[0] if batches else None], from_process=lender)
-            self._last = self._last or given
+            self._last = given if self._last is None else self._last
         name = getattr(trainer.model, "main_input_name", "input_ids")
         self._skipped, self._lent = ({name: torch.empty(0, dtype=torch.long, device=args[2])} for _ in range(2))
         self._left = max(most, args[1]) if most else 0
@@ -209,10 +211,9 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         trainer = self._trainer
         accelerator = trainer.accelerator
         self._is_lent = inputs is self._lent
-        inputs = copy.copy(self._last) if self._is_lent else inputs
+        # Its own turn may come, and may change it in place.
+        self._inputs = inputs = copy.deepcopy(self._last) if self._is_lent else inputs
         self._late.begin_micro_batch()
-        self._last = None if self._late.peers.is_alone else copy.copy(inputs)
-        self._inputs = inputs
         self._noted = {}
         # No loss is divided by these, nor by what all ranks have.
         steps = {"gradient_accumulation_steps": _Steps(trainer.args.gradient_accumulation_steps)}
