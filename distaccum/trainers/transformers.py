@@ -8,7 +8,7 @@ call of `training_step` that ends the window divides the gradients, before the T
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -212,7 +212,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         accelerator = trainer.accelerator
         self._is_lent = inputs is self._lent
         # Its own turn may come, and may change it in place.
-        self._inputs = inputs = copy.deepcopy(self._last) if self._is_lent else inputs
+        inputs = copy.deepcopy(self._last) if self._is_lent else inputs
+        self._inputs = copy.copy(inputs), inputs
         self._late.begin_micro_batch()
         self._noted = {}
         # No loss is divided by these, nor by what all ranks have.
@@ -254,7 +255,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         result = compute(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self._given_count is not None and isinstance(loss, Tensor) and loss.requires_grad:
-            self._noted[place_of(loss)] = self._count_of(loss, _as_left(seen, inputs))
+            self._noted[place_of(loss)] = self._count_of(loss, seen, inputs)
         return result
 
     def _items(self, inputs: Any) -> Tensor:
@@ -271,14 +272,17 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         self._noted[place_of(items)] = count
         return items
 
-    def _count_of(self, loss: Tensor, inputs: Any) -> Any:
-        """The count of a loss: of what it was made from, or else of these inputs, of which it was."""
-        counts = reached(loss, self._noted or {}) or [self._given_count(inputs)]
-        numbers = {float(count) for count in counts}
-        if len(numbers) > 1:
-            seen = " and ".join(f"{number:g}" for number in sorted(numbers))
+    def _count_of(self, loss: Tensor, seen: Any, inputs: Any) -> Any:
+        """The count of a loss: that of what it was made from, or of the inputs as they were seen and have become."""
+        counts = reached(loss, self._noted or {})
+        if not counts:
+            if isinstance(seen, MutableMapping):
+                seen.update(inputs)
+            counts = [self._given_count(seen)]
+        if len(counts) > 1 and len(numbers := {float(count) for count in counts}) > 1:
+            several = " and ".join(f"{number:g}" for number in sorted(numbers))
             raise DistaccumError(
-                f"a loss was made from losses with counts of {seen}, expected one count for the micro-batch that "
+                f"a loss was made from losses with counts of {several}, expected one count for the micro-batch that "
                 "the step was given; give each part a step of its own"
             )
         return counts[0]
@@ -299,7 +303,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
 
     def _backward(self, backward: Callable[..., None], is_last: bool, loss: Tensor, **kwargs: Any) -> None:
         is_given = self._given_count is not None
-        count = self._count_of(loss, self._inputs) if is_given else self._known_count(loss)
+        count = self._count_of(loss, *self._inputs) if is_given else self._known_count(loss)
         if count is None:
             trainer = self._trainer
             model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
@@ -319,11 +323,6 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         if accelerator.scaler is not None and not any(update.counts.values()):
             # The Trainer's clipping unscaled it.
             forget(accelerator.scaler, [trainer.optimizer.optimizer])
-
-
-def _as_left(seen: Any, inputs: Any) -> Any:
-    """Inputs with what was taken out of them, and as they were left."""
-    return {**seen, **inputs} if isinstance(inputs, dict) else inputs
 
 
 def _refuse(trainer: Any) -> None:
