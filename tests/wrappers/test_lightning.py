@@ -320,7 +320,7 @@ def test_gradients_are_divided_in_the_search_for_a_learning_rate_too(monkeypatch
     fit(Searched(), batches, accumulate_grad_batches=2, callbacks=[finder, ExactAccumulation(count_samples)])
     net = make_net_without_router()
     sample_loss(net, join(batches)).backward()
-    assert len(seen) > 2 and error(seen[0], gradient(net)) <= 1e-12
+    assert len(seen) >= 2 and error(seen[0], gradient(net)) <= 1e-12
 
 
 def test_module_may_be_copied_and_saved_while_it_trains():
@@ -341,18 +341,17 @@ def test_module_may_be_copied_and_saved_while_it_trains():
 def test_loss_of_shape_1_is_a_number_and_a_second_fit_weighs_once():
     class Fails(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.trainer = trainer
             trainer.callbacks = []
             raise KeyError("a fit that fails where no callback hears of it")
 
-    from pytorch_lightning.strategies import SingleDeviceStrategy
-
     loss = lambda net, batch: sample_loss(net, batch)[None]  # noqa: E731
-    exact, strategy = ExactAccumulation(count_samples), SingleDeviceStrategy("cpu")
+    exact, fails, module = ExactAccumulation(count_samples), Fails(), Automatic(loss=loss)
     with pytest.raises(KeyError):
-        fit(Automatic(loss=loss), batches_of(0), callbacks=[exact, Fails()], strategy=strategy)
-    module, options = Automatic(loss=sample_loss), {"gradient_clip_val": MAX_NORM, "accumulate_grad_batches": 2}
-    module.loss = loss
-    fit(module, [dict(batch) for batch in batches_of(0)], callbacks=[exact], strategy=strategy, **options)
+        options = {"gradient_clip_val": MAX_NORM, "accumulate_grad_batches": 2}
+        fit(Automatic(loss=loss), batches_of(0), callbacks=[exact, fails], **options)
+    fails.trainer.callbacks = [exact]
+    fails.trainer.fit(module, DataLoader(batches_of(0), batch_size=None))
     net, _, _ = expected(windows_of([2], [batches_of(0)]))
     assert error(weights(module), weights(net)) <= 1e-12
 
