@@ -17,7 +17,7 @@ BUDGETS = {
     "engines": (800, 859),
     "wrappers": (520, 570),
     "meshes": (330, 409),
-    "state": (210, 331),
+    "state": (210, 287),
     "runs": (680, 772),
     "trainers": (300, 316),
     "tools": (320, 374),
