@@ -123,14 +123,16 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         self._noted: dict[Any, Any] | None = None
 
     def begin(self) -> None:
-        """Begins a loop."""
+        """Begins a loop; what one that failed has left is gone."""
         self._last = self._inputs = self._noted = None
         self._late.clear()
         self._begin_log()
 
     def _begin_log(self) -> None:
         # Of the updates since the last log: their number, the losses of those that have one, and what was handed on.
-        self._num_updates, self._losses, self._handed_on = 0, list[float](), 0.0
+        self._num_updates = 0
+        self._losses: list[float] = []
+        self._handed_on = 0.0
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if logs and "loss" in logs:

@@ -338,6 +338,7 @@ def test_module_may_be_copied_and_saved_while_it_trains():
     assert torch.equal(weights(copies.copied), first)
 
 
+@THEIRS
 def test_loss_of_shape_1_is_a_number_and_a_second_fit_weighs_once():
     class Fails(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
