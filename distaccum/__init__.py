@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .update import Update as Update
     from .window import Window as Window
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The module of each name.
 _PUBLIC = {
@@ -38,6 +38,7 @@ _PUBLIC = {
     "save": "saving",
 }
 __all__ = [*_PUBLIC]
+NO_TORCH = "distaccum needs torch 2.9 or later, which this Python does not have: pip install torch"
 _ELSEWHERE = {
     "AccumulatingTrainer": "transformers",
     "ExactAccumulation": "lightning",
@@ -54,7 +55,12 @@ if not TYPE_CHECKING:  # otherwise mypy would take a misspelt name for Any
         from importlib.util import find_spec
 
         if name in _PUBLIC:
-            globals()[name] = value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+            try:
+                globals()[name] = value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                raise ImportError(NO_TORCH) from None
             return value
         if name in _ELSEWHERE:  # an AttributeError's text would be lost in `from distaccum import name`
             raise ImportError(
@@ -65,4 +71,4 @@ if not TYPE_CHECKING:  # otherwise mypy would take a misspelt name for Any
         return import_module(f"{__name__}.{name}")  # such as `distaccum.batchnorm`
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted(["__version__", *__all__])

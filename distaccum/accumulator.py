@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, Literal, final
 
 from torch import nn
@@ -308,3 +309,14 @@ class Accumulator(Answering):
             DistaccumError: A window is open, or this rank's part, with a loader's position, is missing.
         """
         load_state(state, self._planner)
+
+
+class _Name(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+# Otherwise help() shows the default of `count` by its address.
+_GIVEN = signature(Accumulator.__init__)
+_SHOWN = [p.replace(default=_Name("count_samples")) if p.name == "count" else p for p in _GIVEN.parameters.values()]
+Accumulator.__init__.__signature__ = _GIVEN.replace(parameters=_SHOWN)  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ class DDPEngine(Engine):
         for wrapper in self.wrappers:
             private.refuse_what_cannot_accumulate(wrapper)
         group: dist.ProcessGroup = self.wrappers[0].process_group
-        seen = {str(dist.get_process_group_ranks(wrapper.process_group)): wrapper for wrapper in self.wrappers}
+        seen = {str(_ranks_of(wrapper)): wrapper for wrapper in self.wrappers}
         if len(seen) > 1:
             raise ValueError(
                 f"the model holds DDP modules over ranks {' and over ranks '.join(seen)}, expected "
@@ -238,6 +238,18 @@ class _Shared:
 
 
 _SHARED: weakref.WeakKeyDictionary[DistributedDataParallel, _Shared] = weakref.WeakKeyDictionary()
+
+
+def _ranks_of(wrapper: DistributedDataParallel) -> list[int]:
+    try:
+        return dist.get_process_group_ranks(wrapper.process_group)
+    except (KeyError, ValueError):
+        name, group = (f"{type(it).__module__}.{type(it).__name__}" for it in (wrapper, wrapper.process_group))
+        raise ValueError(
+            f"{name} reduces over a {group}, which torch.distributed does not know, as torchft's managed DDP does: how "
+            "many ranks average is known only after each update, and a window's counts need it before; wrap the model "
+            "in DistributedDataParallel with a group from torch.distributed, and restart the job if a rank is lost"
+        ) from None
 
 
 def _stamp(parameter: nn.Parameter) -> Stamp:

@@ -21,7 +21,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .. import __version__
+from .. import NO_TORCH, __version__
 from ..law import REDUCTIONS, whole_number
 from .plan import plan
 
@@ -87,6 +87,8 @@ def _run(words: Sequence[str]) -> int:
         if given.traceback or isinstance(error, BrokenPipeError):
             raise
         message = " ".join(str(error).split()) or "no message"
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            message = NO_TORCH
         where = f"distaccum {given.command}: {type(error).__name__}"
         print(f"{where}: {message} (--traceback shows where)", file=sys.stderr)
         return 2

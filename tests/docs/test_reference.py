@@ -1,6 +1,7 @@
 """The reference: docstrings describe each public argument, and docs/reference.md shows each public name."""
 
 import inspect
+import pydoc
 import re
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +68,12 @@ def public():
 @pytest.mark.parametrize(("name", "member"), [pytest.param(*one, id=one[0]) for one in public()])
 def test_arguments_are_described(name, member):
     assert undescribed(name, member) == []
+
+
+def test_help_shows_names_for_defaults():
+    text = pydoc.plaintext.document(distaccum.Accumulator)
+    assert text.count("count: 'Count | Mapping[str, Count]' = count_samples") == 2  # of the class and of __init__
+    assert " at 0x" not in text
 
 
 def test_missing_descriptions_are_found():

@@ -314,3 +314,35 @@ def test_models_that_cannot_accumulate_are_refused():
         module[0][0].weight.requires_grad_(what == "thawed late")
         found[what] = refused(accumulator.window, [make_batch(2, seed=0)])
     assert {what: said for what, said in found.items() if REFUSED[what] not in said} == {}
+
+
+class Managed(dist.ProcessGroup):
+    """A group of one rank that torch.distributed does not know, as torchft gives to its DDP."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def allgather(self, gathered, given, options=None):
+        gathered[0][0].copy_(given[0])
+        return Ended()
+
+    def broadcast(self, tensors, options=None):
+        return Ended()
+
+    def size(self):
+        return 1
+
+    def getBackendName(self):  # noqa: N802  # torch's name
+        return "managed"
+
+
+class Ended(dist.Work):
+    def wait(self, timeout=None):
+        return True
+
+
+def test_group_that_torch_does_not_know_is_refused_by_name():
+    ddp = DistributedDataParallel(nn.Linear(3, 1), process_group=Managed())
+    said = refused(Accumulator, ddp, SGD(ddp.parameters(), lr=0.1))
+    assert "reduces over a tests.engines.test_ddp.Managed, which torch.distributed does not know" in said
+    assert "torchft" in said and "DistributedDataParallel with a group from torch.distributed" in said

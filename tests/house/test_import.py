@@ -47,6 +47,34 @@ def test_each_use_loads_only_what_it_needs():
     ]
 
 
+def test_dir_shows_the_public_names_alone():
+    import distaccum
+
+    assert dir(distaccum) == sorted([*distaccum.__all__, "__version__"])
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import distaccum
+for name in "Accumulator", "audit":
+    try:
+        getattr(distaccum, name)
+    except ImportError as error:
+        print(error)
+from distaccum.tools.cli import main
+sys.stderr = sys.stdout
+print(main(["audit", "train.py"]))
+"""
+
+
+def test_names_and_audit_say_how_to_install_torch():
+    seen = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True).stdout
+    lines = seen.splitlines()
+    assert len(lines) == 4 and lines[3] == "2"
+    assert all("which this Python does not have: pip install torch" in line for line in lines[:3]), seen
+
+
 def test_unknown_name_is_an_attribute_error():
     import distaccum
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email import message_from_bytes
 
@@ -13,17 +14,20 @@ import distaccum
 from tests.support.programs import ROOT
 
 
+IN_SOURCE = ("configs", "distaccum", "docs", "launch", "tests")
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The folder with a source archive and the wheel made from it."""
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "distaccum", "tests"):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source)
+    for path in ROOT.iterdir():
+        if path.is_dir() and path.name in IN_SOURCE:
+            shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, source)
     # Without isolation, which would install setuptools from a package index
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -36,6 +40,14 @@ def test_description_and_metadata_are_fit_for_a_package_index(built):
     done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert len(files) == 2
+
+
+def test_source_archive_has_tests_pages_and_changes(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    files = {str(path.relative_to(ROOT)) for name in IN_SOURCE for path in (ROOT / name).rglob("*.*") if path.is_file()}
+    files = {name for name in files if not name.endswith((".pyc", ".pyo"))}
+    assert files | {"CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE"} <= names
 
 
 def test_wheel_has_the_typed_package_the_command_and_nothing_else(built):
