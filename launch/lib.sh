@@ -49,6 +49,14 @@ read_options() {
     rest=("$@")
 }
 
+# The first node of a Slurm job. No pipe: scontrol would die of one that head has closed, and the script with it.
+first_host() {
+    local hosts
+    command -v scontrol >/dev/null || stop "no scontrol here, which knows the job's first node; give --address"
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    echo "${hosts%%$'\n'*}"
+}
+
 # The interpreter: $PYTHON, else that of .venv (or $VENV), else python3; one that has torch and distaccum.
 find_python() {
     local python=${PYTHON:-python3}

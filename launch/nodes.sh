@@ -22,9 +22,7 @@ nodes=${SLURM_JOB_NUM_NODES:-} node=${SLURM_NODEID:-} address='' ranks=${RANKS:-
 port=$((29500 + ${SLURM_JOB_ID:-0} % 1000))
 rest=()
 read_options "nodes node address port ranks" "$@"
-if [[ -z $address && -n ${SLURM_JOB_NODELIST:-} ]]; then
-    address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-fi
+[[ -n $address || -z ${SLURM_JOB_NODELIST:-} ]] || address=$(first_host)
 for name in nodes node address; do
     [[ -n ${!name} ]] || stop "--$name is missing, and Slurm has not set it; --help says what it is"
 done

@@ -13,7 +13,6 @@ import pytest
 import distaccum
 from tests.support.programs import ROOT
 
-
 IN_SOURCE = ("configs", "distaccum", "docs", "launch", "tests")
 
 

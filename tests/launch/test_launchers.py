@@ -43,21 +43,6 @@ def launch(*command: object, **environment: str) -> Callable[[Path], str]:
     return job
 
 
-def through_slurm(folder: Path) -> str:
-    """Two torchrun agents on this machine, with the used variables and stand-ins for two Slurm commands."""
-    slurm = folder / "bin"
-    slurm.mkdir()
-    (slurm / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames localhost" ] && echo 127.0.0.1\n')
-    (slurm / "srun").write_text(
-        '#!/bin/bash\n[[ $1 == --ntasks-per-node=1 ]] && shift\nSLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait\n'
-    )
-    for file in slurm.iterdir():
-        file.chmod(0o755)
-    job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost"}
-    environment = {"PATH": f"{slurm}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "RANKS": "1", **job}
-    return launch("bash", shutil.copy(ROOT / "launch" / "slurm.sh", folder), **environment)(folder)
-
-
 # The number of ranks, and how they start. torchrun is tested by the demo and by the test that kills a rank.
 LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
     "accelerate": (2, launch("bash", "launch/accelerate.sh", "configs/accelerate/cpu.yaml")),
@@ -66,7 +51,6 @@ LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
         launch(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", "PORT", "--num_accelerators", 2,
                "launch/train.py", "--config", "configs/zero2.toml"),
     ),
-    "two nodes of Slurm": (2, through_slurm),
 }  # fmt: skip
 
 
@@ -79,8 +63,63 @@ def test_launchers_end_with_the_weights_of_the_big_batch(programs, tmp_path, job
     assert f"{ranks} rank" in text and "cnn on digits" in text
     assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
     assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
-    assert ("starts anew" in text) == (job == "two nodes of Slurm"), "that script always passes --resume"
     assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+
+
+# Stand-ins for Slurm's commands: two tasks on this machine, which get the signal of a first job's time limit.
+SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames localhost" ] && printf '127.0.0.1\\nelsewhere\\n'
+[ "$1" = requeue ] && echo "$2" > requeued
+"""
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do echo "$1" >>options && shift; done
+for node in 0 1; do SLURM_NODEID=$node PATH=${PATH#*:} "$@" & tasks+=($!); done
+trap 'kill -TERM "${tasks[@]}"' TERM
+if [[ ! -e requeued ]]; then
+    until [[ -s run/log.jsonl ]]; do sleep 0.1; done
+    kill -USR1 $PPID
+fi
+for task in "${tasks[@]}"; do
+    while kill -0 "$task" 2>/dev/null; do wait "$task"; status=$?; done
+done
+exit $status
+"""
+
+
+@pytest.mark.long
+def test_slurm_job_ends_before_its_time_is_up_queues_itself_again_and_goes_on(programs, tmp_path):
+    """To the weights of the big batch; its tasks, as in a container, have no scontrol."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    for name in ("launch", "configs", "distaccum"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    port, copy = free_port(), shutil.copy(ROOT / "launch" / "slurm.sh", tmp_path / "copy.sh")
+    job = {"SLURM_JOB_ID": port, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost", "RANKS": "1"}
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **job}
+    words = [
+        "bash",
+        copy,
+        "--model",
+        "cnn",
+        "--updates",
+        80,
+        "--precision",
+        "float64",
+        "--device",
+        "cpu",
+        "--out",
+        "run",
+    ]
+    first = run(*words, cwd=tmp_path, status=1, SLURM_CPUS_ON_NODE="2", **environment)
+    assert "starts anew" in first and "stopped by SIGTERM" in first
+    assert (tmp_path / "requeued").read_text() == f"{port}\n"
+    options = (tmp_path / "options").read_text().split()
+    assert options == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=2"]
+    second = run(*words, cwd=tmp_path, **environment)
+    assert "goes on with update" in second and "after 80 updates" in second
+    assert programs.run("prove", tmp_path / "run").status == 0
 
 
 def test_srun_may_start_the_ranks_itself(programs, tmp_path):
