@@ -1,4 +1,8 @@
-"""A training to copy: `python` or `torchrun --nproc-per-node 2` launch/minimal.py [CHECKPOINT to resume]."""
+"""A training to copy: `python` or `torchrun --nproc-per-node 2` launch/minimal.py [CHECKPOINT to resume].
+
+If a rank dies, all start again: `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 ...`; without the
+variable torchrun (2.9 to 2.15) hands the new processes the addresses of the dead ones.
+"""
 
 import gc
 import os
