@@ -54,7 +54,6 @@ MOVED = {
     "experts": "meshes.html#expert-parallelism",
     "fabric": "accelerate.html#fabric",
     "field": "results.html#wrong-in-public",
-    "lightning": "accelerate.html#lightning",
     "limits": "faq.html#limits",
     "noise": "extensions.html#the-noise-scale",
     "pairs": "losses.html#losses-over-pairs",

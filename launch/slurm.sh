@@ -13,8 +13,8 @@
 #   sbatch [options of sbatch] launch/slurm.sh [options of train.py]
 #   sbatch --nodes 4 --gpus-per-node 8 --time 12:00:00 launch/slurm.sh --config configs/nodes.toml
 #
-# Submit it in the repository's root. Three minutes before its time is up the job saves after one of the next
-# micro-batches, ends (torchrun waits 150 seconds for that; before torch 2.13, 30), and queues itself again.
+# Submit it in the repository's root. Three minutes before its time is up the job saves,
+# ends (torchrun waits 150 seconds for that; before torch 2.13, 30), and queues itself again.
 # Submitted again, or requeued, it goes on from its newest checkpoint: --resume is always given. The folder of the run
 # must be one that node 0 sees again; DeepSpeed needs one that all nodes see. Accounts, partitions and the modules
 # that your cluster wants go on sbatch's command line or into the lines at the top; SRUN="--container-image=..." has

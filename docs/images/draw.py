@@ -46,14 +46,21 @@ class Drawing:
         self._lines.append(f'<text x="{x:g}" y="{y + 0.35 * size:g}" fill="{colour}"{extra}>{escape(words)}</text>')
 
     def box(
-        self, x: float, y: float, width: float, height: float, fill: str, words: str | tuple[str, ...] = ()
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        words: str | tuple[str, ...] = (),
+        size: int = 13,
     ) -> None:
         """Adds a filled box with lines of text in its middle."""
         self._lines.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>')
         lines = (words,) if isinstance(words, str) else words
         for i, line in enumerate(lines):
             place = y + height / 2 + 17 * (i - (len(lines) - 1) / 2)
-            self.text(x + width / 2, place, line, colour=ON_FILL, anchor="middle", size=13)
+            self.text(x + width / 2, place, line, colour=ON_FILL, anchor="middle", size=size)
 
     def frame(self, x: float, y: float, width: float, height: float) -> None:
         self._lines.append(
@@ -74,38 +81,40 @@ class Drawing:
 
 
 def window() -> Drawing:
+    """It is narrow, with large letters: a telephone shows it whole."""
     drawing = Drawing(
-        880,
-        300,
+        560,
+        330,
         "A window on two ranks",
         "Two ranks run one window, which is one update. First one small collective, the plan, gives each rank the "
-        "window's denominator, here 16 samples. Rank 0 then runs three micro-batches of 4, 4 and 3 samples, rank 1 two "
-        "of 4 and 1. Each loss is weighted by its samples over 16. Nothing is sent until the last micro-batch; there "
+        "window's denominator, here 16 samples. Rank 0 then runs three micro-batches of 4, 4 and 2 samples, rank 1 two "
+        "of 4 and 2. Each loss is weighted by its samples over 16. Nothing is sent until the last micro-batch; there "
         "one reduction adds the gradients of both ranks up, and step() updates the weights.",
     )
-    left, unit, top, height = 200, 33, 84, 62
+    left, unit, top, height = 142, 21, 98, 62
     second = top + height + 24
-    drawing.text(14, 20, "One window = the micro-batches of one update, on all ranks", bold=True, size=16)
-    drawing.frame(82, 42, 784, 206)
-    drawing.text(left, 62, "micro-batches: nothing is sent between them")
-    drawing.box(96, top, 88, second + height - top, GREY, ("plan", "N = 16", "on all ranks"))
-    for y, rank, sizes in ((top, 0, (4, 4, 3)), (second, 1, (4, 1))):
-        drawing.text(14, y + height / 2, f"rank {rank}", bold=True)
+    drawing.text(10, 20, "One window = the micro-batches of one update", bold=True, size=18)
+    drawing.frame(64, 44, 490, 218)
+    drawing.text(76, 68, "micro-batches: nothing is sent between them", size=16)
+    drawing.box(72, top, 62, second + height - top, GREY, ("plan:", "N = 16", "on all", "ranks"), size=15)
+    for y, rank, sizes in ((top, 0, (4, 4, 2)), (second, 1, (4, 2))):
+        drawing.text(4, y + height / 2, f"rank {rank}", bold=True, size=15)
         x = float(left)
-        for size in sizes:
-            samples = f"{size} samples" if size > 1 else "1"
-            drawing.box(x, y, unit * size, height, BLUE, (samples, f"{size}/16"))
-            x += unit * size + 5
-        if x < left + 11 * unit:
-            drawing.line(x + 6, y + height / 2, left + 11 * unit + 8, y + height / 2, dashed=True)
-            drawing.text(x + 14, y + height / 2 - 12, "has no more, and waits")
-    end = left + 11 * unit + 24
-    drawing.box(end, top, 142, second + height - top, ORANGE, ("one reduction", "with the last", "backward"))
-    drawing.box(end + 154, top, 80, second + height - top, GREEN, ("step()", "once"))
-    drawing.line(end + 240, top + height + 12, end + 256, top + height + 12, arrow=True)
-    drawing.text(
-        14, 272, "4/16: the weight of this micro-batch's mean loss. The sum is the mean over all 16 samples, exactly."
+        for samples in sizes:
+            label = f"{samples} samples" if samples > 2 else "2"
+            drawing.box(x, y, unit * samples, height, BLUE, (label, f"{samples}/16"), size=15)
+            x += unit * samples + 4
+        if x < left + 10 * unit:
+            drawing.line(x + 4, y + height / 2, left + 10 * unit + 6, y + height / 2, dashed=True)
+            drawing.text(x + 20, y + height / 2 - 12, "waits", size=16)
+    end = left + 10 * unit + 16
+    drawing.box(
+        end, top, 100, second + height - top, ORANGE, ("one", "reduction", "with the last", "backward"), size=15
     )
+    drawing.box(end + 106, top, 58, second + height - top, GREEN, ("step()", "once"), size=15)
+    drawing.line(end + 166, top + height + 12, end + 174, top + height + 12, arrow=True)
+    drawing.text(10, 286, "4/16: the weight of this micro-batch's mean loss. The sum is", size=16)
+    drawing.text(10, 308, "the mean over all 16 samples, exactly.", size=16)
     return drawing
 
 
