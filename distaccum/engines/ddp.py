@@ -54,14 +54,13 @@ class DDPEngine(Engine):
         self._shared = {wrapper: _SHARED.setdefault(wrapper, _Shared()) for wrapper in self.wrappers}
         for wrapper in self.wrappers:
             private.refuse_what_cannot_accumulate(wrapper)
-        group: dist.ProcessGroup = self.wrappers[0].process_group
         seen = {str(_ranks_of(wrapper)): wrapper for wrapper in self.wrappers}
         if len(seen) > 1:
             raise ValueError(
                 f"the model holds DDP modules over ranks {' and over ranks '.join(seen)}, expected "
                 "one data-parallel group; wrap them with the same process_group, or use an Accumulator each"
             )
-        super().__init__(models, sync, group)
+        super().__init__(models, sync, self.wrappers[0].process_group)
         self._covered = {wrapper: private.reduced_by(wrapper) for wrapper in self.wrappers}
         self._own = [parameter for covered in self._covered.values() for parameter in covered.values()]
         self._replicated_ids = {id(parameter) for parameter in self._own}
@@ -244,11 +243,9 @@ def _ranks_of(wrapper: DistributedDataParallel) -> list[int]:
     try:
         return dist.get_process_group_ranks(wrapper.process_group)
     except (KeyError, ValueError):
-        name, group = (f"{type(it).__module__}.{type(it).__name__}" for it in (wrapper, wrapper.process_group))
         raise ValueError(
-            f"{name} reduces over a {group}, which torch.distributed does not know, as torchft's managed DDP does: how "
-            "many ranks average is known only after each update, and a window's counts need it before; wrap the model "
-            "in DistributedDataParallel with a group from torch.distributed, and restart the job if a rank is lost"
+            f"DDP reduces over a {type(wrapper.process_group).__name__}, which torch.distributed does not know, as in "
+            "torchft, and counts need ranks that stay: give DDP a group of torch.distributed, and restart lost ranks"
         ) from None
 
 
