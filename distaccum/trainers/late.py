@@ -95,7 +95,7 @@ class LateWindow:
         """
         values, sending = self._sum or self._post()
         if sending is not None:
-            sending.wait()
+            sending()
         total, loss = values.tolist()
         factor, own = 0.0, [parameter for parameter in unique(parameters) if parameter.grad is not None]
         if total:
