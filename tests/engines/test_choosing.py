@@ -19,6 +19,7 @@ from tests.support.oracle import everything, own, step_off
 from tests.support.problems import make_net, make_net_without_router
 from tests.support.programs import ROOT
 from tests.support.ranks import on_ranks
+from tests.support.versions import needs
 from tests.support.windows import accumulating, refused, weights
 
 
@@ -69,6 +70,7 @@ def test_hybrid_strategy_of_one_shard_is_refused():
         assert "over 2 replicas of one shard, where torch reduces nothing; use" in said, said
 
 
+@needs("torch", "2.13", "FSDP2")
 @on_ranks(2)
 def test_wrappers_that_cannot_accumulate_are_refused_with_their_own_cure():
     from torch.distributed._composable.replicate import replicate

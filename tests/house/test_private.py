@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from distaccum import private
 from tests.house.test_architecture import PUBLIC, ROOT, private_definitions
+from tests.programs.matrix import LIBRARIES
 from tests.support.engines import LAYOUTS, Run
 from tests.support.ranks import on_ranks
 from tests.support.versions import needs, numbers
@@ -86,6 +88,23 @@ def test_names_are_there_in_the_versions_that_the_table_tells():
     assert len(rows) > 40
     due = [name for name, _, versions, _ in rows if was_seen(name, versions)]
     assert [name for name in due if not is_there(name)] == []
+
+
+def versions_that_ran() -> dict[str, set[tuple[int, ...]]]:
+    """By library, the first two numbers of the versions in the table that tests/programs/matrix.py printed."""
+    lines = (ROOT / "CONTRIBUTING.md").read_text().split("| torch | accelerate |")[1].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in itertools.takewhile(bool, lines[2:])]
+    ran = {name: {numbers(row[i])[:2] for row in rows} for i, name in enumerate(LIBRARIES)}
+    return ran | dict.fromkeys(("lightning_fabric", "pytorch_lightning"), ran["lightning"])
+
+
+def test_tables_tell_versions_that_the_matrix_ran():
+    ran = versions_that_ran()
+    told = {(name.split(".")[0], versions) for room in ROOMS for name, _, versions, _ in table(room).values()}
+    told |= {(library.lower(), versions) for library, versions in private.SEEN.items()}
+    never = [(library, one) for library, versions in told for one in re.findall(r"\d+\.\d+", versions)
+             if numbers(one) not in ran[library]]  # fmt: skip
+    assert never == []
 
 
 # 3. A plain model needs none of them. torch itself needs one to tell whether there is a process group.
