@@ -267,7 +267,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         """
         device = self._trainer.args.device
         # Without count=, a loss is weighed only if it is known, and then it is not asked what to divide by.
-        if self._given_count is None or self._is_lent:
+        if self._given_count is None or self._noted is None or self._is_lent:
             return torch.ones((), device=device)
         count = self._given_count(inputs)
         items = widest(torch.as_tensor(count, device=device)).requires_grad_().clone()
@@ -278,6 +278,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         """The count of a loss: that of what it was made from, or of the inputs as they were seen and have become."""
         counts = reached(loss, self._noted or {})
         if not counts:
+            assert self._given_count is not None
             if isinstance(seen, MutableMapping):
                 seen.update(inputs)
             counts = [self._given_count(seen)]
