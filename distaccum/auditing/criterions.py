@@ -24,7 +24,7 @@ See = Callable[[str, dict[str, Any], Tensor], object]
 
 
 @contextmanager
-def hearing(see: See) -> Iterator[list[str]]:
+def hearing(see: See, key: str) -> Iterator[list[str]]:
     """In the block, calls `see` with the name, arguments and loss of each call, except in compiled code.
 
     The code of each function is replaced, not its name: a script may hold it anywhere already. Yields the names of
@@ -38,7 +38,7 @@ def hearing(see: See) -> Iterator[list[str]]:
         original: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = more
         function.__wrapped__ = original  # shows its signature and source
-        function.__code__, function.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original)}
+        function.__code__, function.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original, key)}
     try:
         yield [name for name, function in every.items() if function not in own]
     finally:
@@ -51,7 +51,7 @@ def _in_its_place(*args: Any, call: Any, **options: Any) -> Any:
     return call(*args, **options)
 
 
-def _heard_by(see: See, original: Any) -> Callable[..., Any]:
+def _heard_by(see: See, original: Any, key: str) -> Callable[..., Any]:
     names = tuple(inspect.signature(original).parameters)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def _heard_by(see: See, original: Any) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or type(loss) is not Tensor or loss.grad_fn is None:
             return loss
         node: Any = loss.grad_fn
-        if "distaccum" not in node.metadata:  # another criterion may have called this one
+        if key not in node.metadata:  # another criterion may have called this one
             see(original.__name__, dict(zip(names, args, strict=False)) | options, loss)
         return loss
 

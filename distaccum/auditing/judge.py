@@ -13,7 +13,8 @@ from torch import Tensor
 from ..text import plural, shorten
 from .parts import Run, Updates
 from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
-from .weights import CONTRAST, not_weighed, weigh
+from .schedules import ending, judge_lengths
+from .weights import CONTRAST, weigh
 
 ONE = torch.ones(1)
 WHERE = ("eval", "again", "late", "scaled")  # wrong wherever they are
@@ -97,8 +98,9 @@ def _judge(seen: Seen) -> Verdict:
             return each._replace(notes=[notes[-1], *each.notes])
         alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
         return each._replace(unjudged=[alone_from, *each.unjudged])
-    doubts = weigh(run, Verdict(faults, notes, unjudged, {}))  # which adds to these lists
-    faults += _traffic(seen, updates) + _events(seen, updates, notes) + (apart or [])
+    by_weight = Verdict(faults, notes, unjudged, {})
+    doubts = weigh(run, by_weight)  # which adds to these lists
+    faults += _traffic(seen, updates) + _events(seen, updates, Verdict([], notes, unjudged, {})) + (apart or [])
     kinds = {fault.kind for fault in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)
     hidden += ["window", "lost"] * ("cleared" in kinds)
@@ -106,10 +108,12 @@ def _judge(seen: Seen) -> Verdict:
         unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
     weighed = {(place, part.site) for place in run.parts for part in run.parts[place] if not part.is_own}
     unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
-    unjudged += doubts * (not faults) + not_weighed(run)
+    unjudged += doubts * (not faults)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
     left = [fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in faults if fault.kind not in hidden]
-    return Verdict(left, notes, unjudged, {"weights": len(weighed), "receipts": compared})
+    return Verdict(
+        left, notes, unjudged, {"weights": len(weighed) + by_weight.judged.get("own", 0), "receipts": compared}
+    )
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
@@ -206,16 +210,19 @@ def _are_multiples(indices: Sequence[int]) -> bool:
     return len(indices) > 1 and indices[0] > 0 and all(index == (i + 1) * indices[0] for i, index in enumerate(indices))
 
 
-def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
+def _events(seen: Seen, updates: Updates, verdict: Verdict) -> list[Fault]:
     faults = []
     for rank in seen:
         where: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
+        stepped: dict[str, set[int]] = defaultdict(set)  # schedules, by line
         for update in rank["updates"]:
             lines = [backward["line"] for backward in update["backwards"]]
-            for kind, line, before, over in update["events"]:
-                if over <= LEAST.get(kind, -1):
+            for kind, line, before, whose in update["events"]:
+                if kind == "schedule":
+                    stepped[line].add(whose)
+                if whose <= LEAST.get(kind, -1):
                     continue
-                if kind == "clip" and over <= 1:
+                if kind == "clip" and whose <= 1:
                     kind = "idle clip"
                 is_within = kind in (*EVENTS, "idle clip") and {*lines[:before]} & {*lines[before:]}
                 if line and (kind in WHERE or is_within):
@@ -225,13 +232,20 @@ def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
             if kind == "late" and clips.issuperset(indices):
                 continue
             if kind == "idle clip":
-                notes.append(f"{line}: clips in the middle of a window, which has changed nothing so far")
+                verdict.notes.append(f"{line}: clips in the middle of a window, which has changed nothing so far")
                 continue
+            end = ending(rank, [*stepped[line]]) if kind == "schedule" else ""
+            if end:
+                _note_end(verdict, line, end)
             # A schedule may step at an epoch's end, anywhere in a window
-            if kind != "schedule" or 2 * len(indices) >= len(seen[0]["updates"]):
+            elif kind != "schedule" or 2 * len(indices) >= len(seen[0]["updates"]):
                 text, hand = EVENTS[kind]
                 faults.append(Fault(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", hand))
     first = [_schedules(ranks[0]) for (place, _), ranks in updates.items() if place == min(updates)[0]]
+    ids = {
+        line: [whose for update in seen[0]["updates"] for _, at, _, whose in update["events"] if at == line]
+        for line in {line for lines in first for line in lines}
+    }
     for line, known in Counter(each for lines in first for each in lines.items() if each[1][0] > 1):
         if 2 * sum(lines.get(line) == known for lines in first) >= len(first):
             hand, window = "step it once per update, on any number of ranks", {}
@@ -239,8 +253,22 @@ def _events(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
             if by_window:
                 text += ", since window.step() steps it too"
                 hand, window = "leave this step out", {"window": "or leave scheduler= out of the Accumulator"}
+            elif end := ending(seen[0], ids[line]):
+                _note_end(verdict, line, end)
+                continue
             faults.append(Fault("schedule", line, text, hand, **window))
-    return faults
+    return faults + judge_lengths(seen[0], verdict.notes)
+
+
+def _note_end(verdict: Verdict, line: str, end: str) -> None:
+    if end == "unknown":
+        verdict.unjudged.append(
+            f"{line}: a schedule that steps in each micro-batch, and where the whole run would end it"
+        )
+    else:
+        verdict.notes.append(
+            f"{line}: steps the schedule in each micro-batch; it was made for so many, and ends with the run"
+        )
 
 
 def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:

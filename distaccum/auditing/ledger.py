@@ -44,7 +44,7 @@ class Ledger:
         self.coarse: set[int] = set()  # places of gradients in half precision
         self.mesh: list[int] = []  # the ranks that FSDP2 shards over
         self.receiving: Receipts | None = None  # of the backward that runs now
-        self.is_hooked = False  # by the script, whose hooks may divide too
+        self.hooked: set[int] = set()  # places of those that the script has hooked, and may change unseen
         self.wrapped = False  # data-parallel, by DDP, FSDP1 or FSDP2
         self.unseen: set[int] = set()  # places of those that receipts cannot see
         self._places: dict[int, int] = {}  # by id
@@ -112,6 +112,7 @@ class Ledger:
             "name": [self.names.get(place, f"parameter {place}") for place in range(len(self.parameters))],
             "coarse": [place in self.coarse for place in range(len(self.parameters))],
             "copies": [*map(num_copies, self.parameters)],
+            "hooked": [place in self.hooked for place in range(len(self.parameters))],
             "vector": [parameter.ndim < 2 for parameter in self.parameters],
             "numel": [parameter.numel() for parameter in self.parameters],
             "bytes": [parameter.numel() * parameter.element_size() for parameter in self.parameters],
@@ -130,7 +131,8 @@ class Ledger:
                 continue
             if num_copies(leaf):  # a shard that is not gathered, or tensor-parallel
                 continue
-            self.is_hooked |= is_hooked(leaf)
+            if is_hooked(leaf):
+                self.hooked.add(place)
             self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
             if leaf is not parameter:
                 self.mesh = parameter.device_mesh.mesh.flatten().tolist()
@@ -175,6 +177,6 @@ def on_host(receipts: Sequence[Receipts], places: Sequence[int]) -> Tensor:
     width = present[0].numel() if present else 1
     rows = torch.zeros(len(receipts), len(places), width, dtype=torch.float64, device="cpu")
     if present:
-        mask = torch.tensor([[place in by_place for place in places] for by_place in receipts])
+        mask = torch.tensor([[place in by_place for place in places] for by_place in receipts], device="cpu")
         rows[mask] = torch.stack(present).cpu()
     return rows

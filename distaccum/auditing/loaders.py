@@ -42,6 +42,13 @@ class Loaders:
             self._drawn.clear()
         return (*self._batch, self._ends)
 
+    def now(self) -> tuple[int, int]:
+        """The loader that was drawn from last, and the number of its batch that is at work."""
+        if not self._drawn:
+            return self._batch
+        loader = self._drawn[-1]
+        return loader, self._batches[loader] + self._drawn.count(loader)
+
     def sample(self, sampler: Any) -> None:
         """Notes that a DistributedSampler pads an epoch, or shuffles it as the one before."""
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):

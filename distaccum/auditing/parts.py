@@ -26,8 +26,24 @@ class Path(list[tuple[str, Any, str]]):
     """The way from a loss to its criterion: the steps of its graph.
 
     Each divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
-    ("add"), or does what no sum does ("own").
+    ("add"), takes a mean over so many elements ("mean"), or does what no sum does ("own").
     """
+
+    @property
+    def is_bent(self) -> bool:
+        """True where each element of a mean goes through what is no sum."""
+        kinds = [how for how, *_ in self]
+        return "mean" in kinds and OWN in kinds[kinds.index("mean") :] and OWN not in kinds[: kinds.index("mean")]
+
+    @property
+    def mean(self) -> tuple[float, float, int] | None:
+        """What divides a mean at the root, what multiplies it, and its number of elements; None if there is none."""
+        root = Path(takewhile(lambda step: step[0] in ("div", "mul", "add"), self))
+        kind, num, _ = self[len(root)] if len(root) < len(self) else ("", 0, "")
+        divisors = [by for how, by, _ in root if how == "div"]
+        if kind != "mean" or not num or not all(divisors) or any(how == "pairs" for how, *_ in self):
+            return None
+        return abs(math.prod(divisors)), root.coefficient, int(num)
 
     @property
     def coefficient(self) -> float:
@@ -65,8 +81,9 @@ class Part:
     path: Steps | None  # None where nobody looked at the graph
     total: float  # the weight of all its units together
     intent: float | None = None  # by what the script multiplies
-    addends: int = 0  # of which the loss is a sum, where the audit does not know all of them
+    num_addends: int = 0  # of which the loss is a sum, where the audit does not know all of them
     is_rooted: bool = False  # its loss goes through more than what scales and adds up
+    addends: Sequence[Path] = ()  # of the script's own loss
 
     @property
     def is_own(self) -> bool:
@@ -96,13 +113,15 @@ class Run:
 
     def __post_init__(self) -> None:
         self.parts: dict[int, list[Part]] = defaultdict(list)
+        every = [update for ranks in self.updates.values() for update in ranks]
+        self.weighed = {tuple(term["site"]) for update in every for term in terms_of(update) if _is_weighed(term)}
         for (place, index), ranks in self.updates.items():
             for rank, update in enumerate(ranks):
                 times = Counter(id(term) for backward in update["backwards"] for term in backward["terms"])
                 for i, backward in enumerate(update["backwards"]):
                     about = {"index": index, "rank": rank, "backward": i, "line": backward["line"]}
                     about["batch"] = tuple(backward["batch"])
-                    self.parts[place] += _parts(about, backward, update["scale"], times)
+                    self.parts[place] += _parts(about, backward, update["scale"], times, self.weighed)
         self.sums: dict[Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for place, parts in self.parts.items():
             # Nobody may have looked at the graph of later updates.
@@ -162,11 +181,13 @@ class Criterion:
         self.usual = [index for index, length in self.lengths.items() if length == self.common]
         shares = {index: self.factors.get(index, self.factor or 1.0) / run.num_ranks for index in self.updates}
         self.totals = {i: shares[i] * sum(part.total for part in parts) for i, parts in self.updates.items()}
-        self.accumulated = {i: shares[i] * sum(part.accumulated for part in parts) for i, parts in self.updates.items()}
+        known = {i: parts for i, parts in self.updates.items() if all(part.intent is not None for part in parts)}
+        self.accumulated = {i: shares[i] * sum(part.accumulated for part in parts) for i, parts in known.items()}
         self.level = self.level_of(self.totals)
 
     def level_of(self, totals: Mapping[int, float]) -> float:
-        return statistics.median(totals[index] for index in self.usual)
+        known = [totals[index] for index in self.usual if index in totals]
+        return statistics.median(known or [0.0])
 
     @property
     def is_constant(self) -> bool:
@@ -181,7 +202,7 @@ class Criterion:
         if before is not None:
             (loader, now, _), (old_loader, then, _) = (of[0]["backwards"][-1]["batch"] for of in (ranks, before))
             num_drawn = (now - then) * (loader == old_loader)
-        is_unused = any(update["unused"].get(site) for update in ranks for site in self.sites)
+        is_unused = any(site in update["unused"] for update in ranks for site in self.sites)
         has_changed = any(update["changed"] for update in ranks) and index not in self.factors
         return is_unused or has_changed or self.lengths[index] < self.common == num_drawn
 
@@ -199,7 +220,19 @@ def are_equal(values: Iterable[float]) -> bool:
     return is_equal(*ends(values))
 
 
-def _parts(about: dict[str, Any], backward: dict[str, Any], scale: float, times: Counter[int]) -> Iterable[Part]:
+def terms_of(update: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    return (term for backward in update["backwards"] for term in backward["terms"])
+
+
+def _is_weighed(term: dict[str, Any]) -> bool:
+    """True where the script gives the units of one call different weights."""
+    is_uneven = term["low"] is not None and term["seed"] > term["low"] * (1 + max(BOUND, 4 * term["eps"]))
+    return is_uneven or (term["divisors"] is not None and Path(term["divisors"]).is_bent)
+
+
+def _parts(
+    about: dict[str, Any], backward: dict[str, Any], scale: float, times: Counter[int], weighed: set[Site]
+) -> Iterable[Part]:
     calls, terms = Counter[Site](), backward["terms"]
     own = [_unscaled(path, scale) for path in backward["own"]]
     num_added = max((sum(how == "add" for how, *_ in term["divisors"] or ()) for term in terms), default=0)
@@ -210,18 +243,18 @@ def _parts(about: dict[str, Any], backward: dict[str, Any], scale: float, times:
         calls[site] += 1
         path = None if term["divisors"] is None else _unscaled(term["divisors"], scale)
         is_rooted = any(how == OWN for how, *_ in path or ())
-        # The script may give the units of one call different weights.
-        is_weighed = term["low"] is not None and term["seed"] > term["low"] * (1 + max(BOUND, 4 * term["eps"]))
-        if is_rooted or is_weighed:
+        if is_rooted or site in weighed:
             own.append(path or Path())
-        if not is_weighed:
+        if site not in weighed:
             known = {"total": num * term["seed"] / scale * (1 if term["reduction"] in MEANS else term["count"])}
-            known |= {"addends": (num_added + 1) * (num_added >= len(terms)), "is_rooted": is_rooted, "path": path}
+            known |= {"num_addends": (num_added + 1) * (num_added >= len(terms)), "is_rooted": is_rooted, "path": path}
             intent = None if path is None else path.intent(term["count"])
             yield Part(**about, site=site, call=calls[site], term=term, intent=intent, **known)
     if own or not terms:
-        path, term = (own or [Path()])[0], {"reduction": "mean", "count": 1, "rows": 1, "eps": 0.0}
-        yield Part(**about, site=(about["line"], OWN, ""), call=1, term=term, path=path, total=path.at_root)
+        path = (own or [Path()])[0]
+        term = {"reduction": "mean", "count": 1, "rows": 1, "eps": 0.0}
+        known = {"path": path, "addends": own, "total": path.at_root}
+        yield Part(**about, site=(about["line"], OWN, ""), call=1, term=term, **known)
 
 
 def _unscaled(path: Steps, scale: float) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
@@ -105,11 +106,12 @@ def num_dims(tensor: Any) -> int:
     return int(tensor._base.ndim if tensor._is_view() else tensor.ndim)
 
 
-def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 256) -> list[list[Any]]:
+def note_divisors(roots: Any, hear: Callable[[Any, Any], object], key: str, most: int = 256) -> list[list[Any]]:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
-    Also each other term that is added to it ("add"), and whether it goes through anything but sums ("own"); each with
-    the stack that made its node, if torch has kept it. `hear` gets the node of a FUSED criterion, and these numbers,
+    Also each other term that is added to it ("add"), means with their number of elements ("mean"), products within a
+    batch ("pairs"), and what is no sum ("own"); each with the stack that made its node, if torch has kept it. Nodes have
+    their criterion in `metadata[key]`. `hear` gets the node of a FUSED criterion, and these numbers,
     where the loss is a sum of what it gives. Returns such numbers of each addend that is no criterion's.
     """
     losses = [roots] if isinstance(roots, Tensor) else roots or ()
@@ -120,7 +122,7 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
     for i, ((node, place), path, is_sum, root, above) in enumerate(todo):
         kind, _, overload = node.name().rpartition("Backward")
         name = kind if overload.isdigit() else node.name()
-        if (term := node.metadata.get("distaccum")) is not None:
+        if (term := node.metadata.get(key)) is not None:
             term["divisors"] = [*path, (OWN, None, ())] if id(term) in reached else path
             reached.add(id(term))
             own.pop(above, None)
@@ -128,14 +130,20 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
         if name == FUSED and is_sum:
             hear(node, path)
             continue
-        root = path if root is None and name not in CHAIN else root
+        mean = [("mean", _num_in(node), ())] * (name == "Mean")
+        if root is None and name not in CHAIN:
+            root = [*path, *mean]
+        if above >= 0 and name == "Mm" and _is_square(node):
+            own[above] = [*own[above], ("pairs", None, ())]
         if above < 0 and (name not in LINEAR or len(todo) >= most):
             above, own[i] = i, path if root is None else root
         if len(todo) >= (most if above < 0 else BENEATH):
             continue
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
         addends = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
-        steps = [("add", None, ())] * (len(addends) - 1) + [(OWN, None, ())] * (name not in LINEAR and name == kind)
+        steps = (
+            [("add", None, ())] * (len(addends) - 1) + [(OWN, None, ())] * (name not in LINEAR and name == kind) + mean
+        )
         for k, edge in addends:
             by: Any = None
             if name in ("Div", "Mul"):  # torch documents `_saved` names
@@ -145,6 +153,29 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 25
             is_whole = is_sum and name in SUMS and not getattr(by, "ndim", 0)
             todo.append((edge, [*path, *steps], is_whole, root, above))
     return [*own.values()]
+
+
+def _num_in(node: Any) -> int | None:
+    """The number of elements of a mean's input."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    num = math.prod(sizes) if sizes is not None else getattr(node, "_saved_self_sym_numel", None)
+    return None if num is None else int(num)
+
+
+def _is_square(node: Any) -> bool:
+    """True for scores of each row against each other row, both of which are learned."""
+    rows, columns = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes
+    inputs = [given for given, _ in node.next_functions]
+    is_leaf = any(given is None or "AccumulateGrad" in _names_beneath(given) for given in inputs)
+    return bool(rows[0] == columns[1] > 1) and not is_leaf
+
+
+def _names_beneath(node: Any) -> list[str]:
+    """The names of a node, and of that which it views."""
+    below = (
+        node.next_functions[0][0] if node.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0") else None
+    )
+    return [node.name(), *([] if below is None else [below.name()])]
 
 
 @final

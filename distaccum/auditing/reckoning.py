@@ -83,17 +83,22 @@ class Reckoning:
         reached = [every[every.any(-1)] for every in (received.any(-1) for received in self.received)]
         drawn = {tuple(backward["batch"]) for of_rank in backwards for backward in of_rank}
         self.is_tasks = len(drawn) == 1 and any(bool((every != every[:1]).any()) for every in reached)
+        self.hooked = about["hooked"]
+        absent = [{*update["absent"]} for update in updates]
+        self.absent = torch.tensor([any(place in every for every in absent) for place in first["places"]])
         self._judge(sharded | same_on_all([update["values"] for update in updates], about["vector"]))
 
     def _judge(self, is_copy: Tensor) -> None:
-        judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0)
-        gone = judged & (self.closed.norm(dim=-1).amax(0) == 0)
+        judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0) & ~self.hooked
+        if (hidden := (self.size > 0) & self.hooked).any():
+            self.unjudged.append(f"the gradient of {self._named(hidden)}, which a hook of the script may change")
+        gone = judged & self.absent
         if gone.any() and gone[judged].all():
             why = f"no parameter has a gradient when {self.line} steps: lost, or an engine keeps it elsewhere"
             self.unjudged.append(f"receipts, since {why}")
         elif gone.any():
             lacks = f"{self.line} steps without a gradient of {self._named(gone)}"
-            self.notes.append(f"{lacks}, although backward gave one")
+            self.unjudged.append(f"{lacks}, although backward gave one; it is not trained in that update")
         judged &= ~gone
         alone = judged & (_rest(self.closed, self.whole) > self.bound) & (_rest(self.closed, self.own) < self.bound)
         if len(self.own) > 1 and alone.any():

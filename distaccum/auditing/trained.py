@@ -25,7 +25,6 @@ class Backward:
         self.terms: list[dict[str, Any]] = []
         self.scaler: Any = None
         self.own: list[Any] = []  # by which numbers each addend that is no criterion's is divided
-        self.is_mean = False  # its loss is a mean, and of no window of ours
         # The number of the clearing, its line ("": by hand), and whether a loader had ended before
         self.cleared: tuple[int, str, bool] | None = None
         self.is_used = False  # a step of any optimizer used it
@@ -41,7 +40,7 @@ class Backward:
             if term["divisors"] is not None:
                 term["divisors"] = [_plain(*step) for step in term["divisors"]]
         self.own = [[_plain(*step) for step in path] for path in self.own]
-        return {name: getattr(self, name) for name in ("line", "batch", "terms", "own", "is_mean", "cleared")}
+        return {name: getattr(self, name) for name in ("line", "batch", "terms", "own", "cleared")}
 
 
 @final
@@ -61,6 +60,7 @@ class Trained:
         self.events: list[tuple[str, str, int, Any]] = []
         self._last_events = self.events  # of the last update
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
+        self._touched: set[str] = set()  # how gradients were changed between its backwards, and before the step
 
     @property
     def is_waiting(self) -> bool:
@@ -88,6 +88,17 @@ class Trained:
         """One of its gradients, and how often it was changed."""
         every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
         return next(((id(gradient), version(gradient)) for gradient in every), None)
+
+    @property
+    def way(self) -> Any:
+        """What shows without receipts that an update is made as others are."""
+        kinds = sorted({(kind, line) for kind, line, *_ in self._last_events})
+        return len(self.pending), *kinds, *sorted(self._touched)
+
+    def touch(self) -> None:
+        """Notes that gradients were changed between two backwards."""
+        if self._left is not None and self._left != (now := self._gradient()):
+            self._touched.add("emptied" if now is None else "changed")
 
     def add(self, made: Backward, most: int) -> None:
         self.pending, self._closed, self._now, self._left = [*self.pending[-most:], made], None, None, self._gradient()
@@ -121,6 +132,7 @@ class Trained:
     def forget(self) -> None:
         self._used = self._gradient()
         self.pending, self._closed, self.events = [], None, []
+        self._touched = set()
 
     def rest(self) -> list[dict[str, Any]]:
         """Backwards that surely reached it, and that no step used."""
@@ -140,7 +152,10 @@ class Trained:
         backwards, self._last_events = [made.as_dict() for made in self.pending], self.events
         update = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
         update["scale"] = 1.0 if scaler is None else float(scaler.get_scale())
-        update |= {"changed": self._now != self._left, "moved": False, "gone": sorted(gone)}
+        has_changed = self._now != self._left
+        self._touched |= {"before the step"} if has_changed else set()
+        update |= {"changed": has_changed, "moved": False, "gone": sorted(gone), "touched": sorted(self._touched)}
+        update["absent"] = [place for place in self._places() if self._ledger.parameters[place].grad is None]
         if self._closed is not None:
             update |= self._receipts(self._closed, backwards)
         if (now := self._gradient()) and self._left and now[0] != self._left[0]:  # one that was kept elsewhere

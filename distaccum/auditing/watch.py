@@ -9,8 +9,10 @@ import functools
 import gc
 import itertools
 import math
+import mmap
+import os
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -32,13 +34,18 @@ from .ledger import Ledger, quietly
 from .lines import BENEATH, OURS, trainer, where
 from .loaders import Loaders
 from .modes import Modes
+from .schedules import Schedules
+from .share import place_in_job
 from .trained import Backward, Trained, parameters_of
 
-FIRST, EVERY = 16, 64  # receipts are taken in the first updates, then in every 64th
+FIRST, EVERY = 16, 16  # receipts are taken in the first updates, then in every 16th, and where something is new
 AFTER_EACH = 4  # updates with receipts after each backward too
 KEPT = 2000  # updates
 CLIPPING = (nn.utils, nn.utils.clip_grad)  # modules that have torch's functions
 PRINTED = 1 << 16  # the most numbers of a target that its print is made of
+
+
+_numbers = itertools.count()
 
 
 class Enough(SystemExit):
@@ -51,6 +58,7 @@ class Watch:
 
     def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
         self.most, self.ledger = most, Ledger()
+        self.is_over = False  # as many updates were made as were asked for
         self.updates: list[dict[str, Any]] = []
         self.notes: dict[str, None] = {}  # about what is no mistake
         self.unjudged: dict[str, None] = {}
@@ -59,11 +67,17 @@ class Watch:
         self._gone: list[Trained] = []  # whose optimizer is
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.modes = Modes(self.notes)
+        self.schedules = Schedules()
+        self.key = f"distaccum {next(_numbers)}"  # of a criterion in its node
+        self.forked = mmap.mmap(-1, 1)  # its child sets a byte, where it trains
+        self._process = os.getpid()
         self._num = 0  # updates so far
+        self._ways: set[Any] = set()  # of updates with receipts
+        self._num_new = 0  # updates that are to have receipts, since the way was new
         self._stacks = private.Stacks()
         self._current: Backward | None = None
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
-        self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
+        self._heard: deque[tuple[Any, Any, bool]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
         self._scheduling = False
         self._scaler: Any = None  # that has scaled a loss since the last step
@@ -97,7 +111,7 @@ class Watch:
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
         with ExitStack() as stack:
-            if unheard := stack.enter_context(hearing(self._see)):
+            if unheard := stack.enter_context(hearing(self._see, self.key)):
                 self.unjudged[f"{', '.join(unheard)}, in whose place another library has put its own"] = None
             for calls, is_first in ((before, True), (around, False)):
                 for owner, name, hear in calls:
@@ -116,24 +130,26 @@ class Watch:
     def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
         count, rows = count_of(name, given)
         known = {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
-        if self._num < FIRST:
+        if self._is_receiving():
             known |= {"print": print_of(given.get("target", given.get("targets"))), "pairs": is_over_pairs(name, given)}
+        is_training = any(root.training for root in self.ledger.trained_roots() or [nn.Module()])
         term = _term(name, loss.dtype, **known)
-        self._heard.append(term)
+        self._heard.append((term, self.loaders.now(), is_training))
         node: Any = loss.grad_fn
-        node.metadata["distaccum"] = term  # where `note_divisors` finds it
+        node.metadata[self.key] = term  # where `note_divisors` finds it
         if self._num < AFTER_EACH:
             self._stacks.keep()
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
     def _see_fused(self, node: Any, divisors: Any) -> None:
         known = {"reduction": "none", "rows": 1, "unit": "tokens", "divisors": divisors}
-        node.metadata["distaccum"] = term = _term("log_prob", torch.float32, **known)
+        node.metadata[self.key] = term = _term("log_prob", torch.float32, **known)
         node.register_prehook(lambda seeds: self._take(term, seeds[0]))
 
     @quietly
     @torch.no_grad()
     def _take(self, term: dict[str, Any], seed: Tensor) -> None:
+        term["went"] = True
         if self._current is not None:
             term["seed"], term["expected"] = seed, self._expected
             if seed.ndim:
@@ -155,20 +171,22 @@ class Watch:
         self._stacks.stop()
         if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
             return original(*args, **options)
-        line, inner = where()
+        self._stay_over()
+        line, _ = where()
         made, num = Backward(line, self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
-        for trained in (trained for trained in self._waiting() if trained.is_emptied):
-            trained.forgo("")
-        if num < FIRST or num % EVERY == 0:
+        for trained in self._waiting():
+            trained.touch()
+            if trained.is_emptied:
+                trained.forgo("")
+        if self._is_receiving():
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
         else:
             self.ledger.disarm()
-        if not self.ledger.is_hooked and (made.received is not None or not self._heard):
+        if made.received is not None or not self._heard:
             roots = args[at] if len(args) > at else options.get("tensors")
-            made.own = quietly(private.note_divisors)(roots, self._see_fused) or []
-            made.is_mean = is_mean(roots) and not inner.startswith(OURS)
+            made.own = quietly(private.note_divisors)(roots, self._see_fused, self.key) or []
         if quietly(self.modes.have_left_training)(made.line, self.ledger.trained_roots()):
             for trained in self.trained.values():
                 trained.note("eval", made.line)
@@ -181,7 +199,7 @@ class Watch:
             owners = (self.ledger.owners.get(place, ()) for place in made.received)
             known = {frozenset[int]().union(*owners)}
             self._touches.setdefault(made.line, set()).update(known)
-            if num < AFTER_EACH:
+            if num < AFTER_EACH and place_in_job()[1] > 1:
                 made.left = self.ledger.receipts(range(len(self.ledger.parameters)))
         else:
             known = self._touches.get(made.line, set())
@@ -192,6 +210,14 @@ class Watch:
             if trained.place in touched or not (touched or (trained.is_seen and made.received is not None)):
                 trained.add(made, KEPT)
         return result
+
+    def _is_receiving(self) -> bool:
+        return self._num < FIRST or self._num % EVERY == 0 or self._num_new > 0
+
+    def _stay_over(self) -> None:
+        """Ends the script again, if it has caught the end as an error."""
+        if self.is_over and os.getpid() == self._process:
+            raise Enough(0)
 
     def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
         """Receives nothing from a graph within a backward, as of checkpointing, which gives its gradients itself."""
@@ -218,6 +244,10 @@ class Watch:
         return result
 
     def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
+        if os.getpid() != self._process:
+            self.forked[0] = 1
+            return None
+        self._stay_over()
         if self._stepping is not None or self._current is not None:  # inside another optimizer's, or in backward
             if self._stepping is None:
                 self.unjudged["optimizers that step within backward"] = None
@@ -247,12 +277,21 @@ class Watch:
         if self._stepping is not optimizer or trained is None:
             return
         self._stepping, self._has_stepped = None, True
+        if trained.pending:
+            self._follow(trained.way)
         trained.num += bool(trained.pending)
         self._num = max(self._num, trained.num)
         trained.forget()
         stepped = [other.num for other in self.trained.values() if other.num]
         if self.most is not None and stepped and min(stepped) >= self.most:
+            self.is_over = True
             raise Enough(0)
+
+    def _follow(self, way: Any) -> None:
+        """Takes receipts of two more updates where the way to the step is new."""
+        is_known = way in self._ways
+        self._num_new = max(0, self._num_new - 1) if is_known or self._num < FIRST else 2
+        self._ways.add(way)
 
     @quietly
     def _record(self, trained: Trained) -> None:
@@ -267,13 +306,28 @@ class Watch:
         record["linear"] = is_linear(trained.optimizer())
         recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
         record["recurs"] = trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent)
-        record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
+        record["unused"] = self._unused(record["backwards"])
         self._heard.clear()
-        if len(self.updates) < KEPT:
+        if len(self.updates) < KEPT or "places" in record:
             self.updates.append(record)
+
+    def _unused(self, backwards: Any) -> dict[Any, tuple[int, int]]:
+        """By line, how many losses no backward followed: of a trained loader's batches that have none, and others."""
+        trained = {backward["batch"][:2] for backward in backwards}
+        unused: dict[Any, tuple[int, int]] = {}
+        for term, batch, is_training in self._heard:
+            if term["went"] or not is_training or (batch[0] and batch in trained):
+                continue
+            is_known = batch[0] and batch[0] in {loader for loader, _ in trained}
+            if batch[0] and not is_known:
+                continue  # of another loader, as for validation
+            skipped, unknown = unused.get(tuple(term["site"]), (0, 0))
+            unused[tuple(term["site"])] = (skipped + bool(is_known), unknown + (not is_known))
+        return unused
 
     def _draw(self, original: Any, loader: Any) -> Any:
         try:
+            self._stay_over()
             return self.loaders.draw(original, loader)
         except StopIteration:
             for trained in self._waiting():
@@ -293,6 +347,8 @@ class Watch:
             return original(scheduler, *args, **options)
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         trained = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
+        if trained is not None:
+            self.schedules.note(scheduler, line, trained.place)
         # Accelerate's steps once per rank. No line stands for a step by a window.
         if trained is not None and trained.num and not (args or options or "accelerate" in inner):
             trained.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))
@@ -344,6 +400,8 @@ class Watch:
         return {
             **self.ledger.as_dict(),
             "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
+            "schedules": self.schedules.as_dict(),
+            "is_cut": self.is_over,
             "rest": {each.place: [] if self.most else each.rest() for each in [*self._gone, *self.trained.values()]},
         }
 
@@ -367,23 +425,11 @@ def is_linear(optimizer: Any) -> bool:
     return is_sgd and not any(group["weight_decay"] for group in optimizer.param_groups)
 
 
-def is_mean(loss: Any) -> bool:
-    """True for a mean, scaled, to which nothing else is added."""
-    node = getattr(loss, "grad_fn", None)
-    while node is not None:
-        kind = node.name().rpartition("Backward")[0]
-        if kind not in private.CHAIN:
-            return bool(kind == "Mean")
-        inputs = [given for given, _ in node.next_functions if given is not None]
-        node = inputs[0] if len(inputs) == 1 else None
-    return False
-
-
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
     """A criterion's call, to which backward adds the seed that flows into it."""
     (line, inner), eps = where(), torch.finfo(dtype).eps
     unknown = dict.fromkeys(("count", "print", "pairs", "divisors", "seed", "low", "expected"))
-    return {**unknown, "site": [line, name, inner], "eps": eps, **known}
+    return {**unknown, "went": False, "site": [line, name, inner], "eps": eps, **known}
 
 
 @torch.no_grad()

@@ -1,20 +1,21 @@
 """Weights: a backward gives each unit (a sample, a token) what the script intends times what accumulation did.
 
 What is intended is taken from the graph: coefficients, and weights of the script's own. The rest, which are divisors,
-counts and ranks, is judged: it must be equal for all units of an update, and add up to one mean in each update.
+counts and ranks, is judged: it must be equal for all units of an update, and add up alike in each update. What it adds
+up to is judged only where that has one reading.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..text import plural
 from .criterions import BY_CLASS
-from .parts import BOUND, Criterion, Part, Run, Steps, are_equal, ends, is_equal
+from .parts import BOUND, Criterion, Part, Run, are_equal, ends, is_equal, terms_of
 from .reckoning import Fault, Verdict
 
 COUNTS = {  # cures, by the unit of a mean
@@ -27,6 +28,7 @@ CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
 # How units may be weighed, so that all are equal: by unit or row, with what the script intends or without.
 RULES = (("count", True), ("count", False), ("rows", True), ("rows", False))
 UNDIVIDED = "loss / "  # how the cure of a missing division begins
+OWN_LOSS = "whose loss is wholly or in part the script's own"
 
 
 def weigh(run: Run, verdict: Verdict) -> list[str]:
@@ -36,14 +38,15 @@ def weigh(run: Run, verdict: Verdict) -> list[str]:
     of_script = _weighed_by_script(run)
     for criterion in fine:
         _judge_units(criterion, of_script, verdict)
-        _judge_unused(criterion, verdict)
-    levels = [(criterion.place, _level(criterion, fine, verdict.notes, doubts)) for criterion in fine]
+    _judge_unused(run, verdict)
+    levels = [(criterion.place, _level(criterion, fine, verdict, doubts)) for criterion in fine]
     whole = run.criterions(by_call=False)
-    levels += [(criterion.place, _own_level(criterion, doubts)) for criterion in whole if criterion.is_own]
+    levels += [(criterion.place, _judge_own(criterion, verdict)) for criterion in whole if criterion.is_own]
     undivided = {place for place, fault in levels if fault is not None and fault.by_hand.startswith(UNDIVIDED)}
     short: dict[int, Fault] = {}  # one for an optimizer: its criterions have one cause
     for criterion in whole:
-        if any(part.backward and part.term.get("pairs") for part in criterion.parts):
+        pairs = [part.term["pairs"] for part in criterion.parts if part.term.get("pairs") is not None]
+        if all(pairs) and len(pairs) > 1 and any(part.backward for part in criterion.parts):
             text = f"{criterion.where}: a loss over the pairs of a micro-batch, of which no window equals one big batch"
             verdict.notes.append(f"{text}; {CONTRAST} does")
         fault = None if criterion.place in undivided else _short(criterion, verdict.notes, doubts)
@@ -68,10 +71,10 @@ def _judge_units(criterion: Criterion, of_script: set[Any], verdict: Verdict) ->
     is_ranks = num_ranks > 1
     for index, parts in criterion.updates.items():
         counted = [part for part in parts if part.total and part.term["count"]]
-        if any((criterion.place, part.site, index) in of_script for part in counted):
+        rule = _even(counted)
+        if rule is None and any((criterion.place, part.site, index) in of_script for part in counted):
             verdict.unjudged.append(f"the weights in {criterion.where}, which the script gives to samples itself")
             continue
-        rule = _even(counted)
         if rule is not None:
             intended += [part.intent or 1.0 for part in counted] * (not rule[1])
             continue
@@ -95,6 +98,30 @@ def _judge_units(criterion: Criterion, of_script: set[Any], verdict: Verdict) ->
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += " on all ranks, times the number of ranks where the wrapper averages" if num_ranks > 1 else ""
         verdict.faults.append(Fault("weights", criterion.where, text + _lines(criterion), hand, COUNTS[unit]))
+
+
+def _judge_unused(run: Run, verdict: Verdict) -> None:
+    """Finds losses of training batches that no backward follows, on lines where others have one."""
+    trained = {(place, part.site) for place in run.parts for part in run.parts[place]}
+    weighed = {(place, tuple(term["site"])) for (place, _), ranks in run.updates.items() for term in terms_of(ranks[0])}
+    for place, site in sorted(trained | weighed):
+        updates = [ranks[0] for (owner, _), ranks in run.updates.items() if owner == place]
+        counts = [update["unused"].get(site, (0, 0)) for update in updates]
+        skipped = [num for num, _ in counts if num]
+        unknown = [num for _, num in counts if num]
+        if 3 * len(skipped) > len(updates) > 1:
+            share = sum(skipped) / (sum(skipped) + sum(_num_calls(update, site) for update in updates))
+            text = f"no backward follows {sum(skipped)} losses, so that {share:.0%} of the batches are never trained"
+            hand = "call backward on each loss, and clear after the step alone"
+            verdict.faults.append(Fault("unused", site[0], text, hand))
+        elif 3 * len(unknown) > len(updates) > 1:
+            verdict.unjudged.append(f"{site[0]}: {sum(unknown)} losses that no backward follows")
+
+
+def _num_calls(update: Mapping[str, Any], site: Any) -> int:
+    return len(
+        {i for i, each in enumerate(update["backwards"]) if any(tuple(t["site"]) == site for t in each["terms"])}
+    )
 
 
 def _bound(parts: Iterable[Part]) -> float:
@@ -125,23 +152,6 @@ def _unit(parts: Sequence[Part]) -> str:
     terms = [part.term for part in parts]
     units = {"tokens" if t["unit"] == "samples" and t["count"] != t["rows"] else t["unit"] for t in terms}
     return units.pop() if len(units) == 1 else "tokens"
-
-
-def _judge_unused(criterion: Criterion, verdict: Verdict) -> None:
-    """Finds losses without a backward that still count in the divisor of the others."""
-    site, updates, ranks = criterion.parts[0].site, criterion.updates, criterion.run.updates
-    lost = {i: sum(update["unused"].get(site, 0) for update in ranks[criterion.place, i]) for i in updates}
-    shares = {i: len(updates[i]) / (len(updates[i]) + num) for i, num in lost.items() if num}
-    if criterion.is_sum or not 3 * len(shares) > len(updates) > 3:
-        return
-    if all(is_equal(sum(part.total for part in updates[i]), share) for i, share in shares.items()):
-        index = min(shares, key=lambda i: shares[i])
-        text = (
-            f"no backward follows {sum(lost.values())} losses, which count as micro-batches: update {index} weighs "
-            f"{shares[index]:.3g}; so {len(shares)} of {len(updates)} updates"
-        )
-        hand = "call backward on each loss, and clear after the step alone"
-        verdict.faults.append(Fault("unused", criterion.where, text, hand))
 
 
 def _lines(criterion: Criterion, index: int | None = None) -> str:
@@ -177,7 +187,9 @@ def _short(criterion: Criterion, notes: list[str], doubts: list[str]) -> Fault |
         return None  # it is not the window's length that divides it
     spread = (1.0, 1.0)
     for totals in (criterion.totals, criterion.accumulated):
-        weights = {i: total / criterion.level_of(totals) for i, total in totals.items()}
+        if totals.keys() != lengths.keys() or not (level := criterion.level_of(totals)):
+            break  # nobody looked at all of their graphs
+        weights = {i: total / level for i, total in totals.items()}
         odd = {i: w for i, w in weights.items() if not is_equal(w, 1.0) and not criterion.is_skipping(i)}
         if not odd:
             if totals is criterion.accumulated:
@@ -217,9 +229,12 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Fault:
     return Fault("window", last.site[0], text + _lines(criterion, index), hand)
 
 
-def _level(criterion: Criterion, others: Sequence[Criterion], notes: list[str], doubts: list[str]) -> Fault | None:
-    """Finds a usual weight that is not that of a mean, and no coefficient."""
-    level, common, run = criterion.level, criterion.common, criterion.run
+# What all updates add up to
+
+
+def _level(criterion: Criterion, others: Sequence[Criterion], verdict: Verdict, doubts: list[str]) -> Fault | None:
+    """Finds a usual weight that has one plausible reading; notes another one that is constant."""
+    level, run = criterion.level, criterion.run
     if given := [index for index, parts in criterion.updates.items() if any(map(_is_sum_for_mean, parts))]:
         text = (
             f"a sum goes into window.backward(), which expects a mean: the gradient is "
@@ -228,35 +243,88 @@ def _level(criterion: Criterion, others: Sequence[Criterion], notes: list[str], 
         )
         hand = "give it the mean, or the Accumulator reduction='sum_to_mean'"
         return Fault("divisor", criterion.where, text, hand, 'Accumulator(..., reduction="sum_to_mean")')
-    most = max(part.each() for part in criterion.parts) * (criterion.factor or 0.0)
-    if criterion.is_constant and common > 1 and is_equal(most, 1.0):
+    if criterion.factor is None or not level:
+        return None
+    most = max(part.each() for part in criterion.parts) * criterion.factor
+    if criterion.is_constant and criterion.common > 1 and is_equal(most, 1.0):
         return _undivided(criterion.where, [*criterion.totals.values()])
     sums = [sum(run.sums[criterion.place, i].values()) / run.num_ranks for i in criterion.usual]
     totals = [total * criterion.factors.get(i, 1.0) for i, total in zip(criterion.usual, sums, strict=True)]
-    is_mean = is_equal(level, 1.0) or all(is_equal(total, 1.0) for total in totals)  # by itself, or together
-    if not level or is_mean or not all(is_equal(criterion.totals[i], level) for i in criterion.usual):
+    if are_equal((1.0, *totals)) or not all(is_equal(criterion.totals[i], level) for i in criterion.usual):
+        return None  # one mean together, or not one level
+    accumulated = [criterion.accumulated[i] for i in criterion.usual if i in criterion.accumulated]
+    if is_equal(level, 1.0) or (accumulated and are_equal((1.0, *accumulated))):
         return None
-    printed = [criterion.updates[i] for i in criterion.usual]
-    printed = [parts for parts in printed if any(part.term["print"] is not None for part in parts)]
-    are_same = sum(map(_is_same, printed)) * 2 > len(printed)
-    if are_same and (shared := _same_gradient(criterion)) is not None:
+    if (shared := _same_gradient(criterion)) is not None:
         return shared
-    usual = [run.updates[criterion.place, i][0] for i in criterion.usual]
-    if is_equal(level, common) and all(update["recurs"] for update in usual):
-        text = f"adds up {common} backwards, as steps in time; divide by {common} if they are not"
-        notes.append(f"{criterion.where}: {text}")
+    reading = _reading(criterion, others)
+    if reading is not None:
+        return _off(criterion, *reading, doubts)
+    text = f"{criterion.where}: the gradient is {level:.4g} times that of the mean"
+    divisors = {by for part in criterion.parts for how, by, _ in part.path or () if how == "div" and by and not by % 1}
+    if any(num > 1 and num != criterion.common for num in divisors) or not accumulated:
+        doubts.append(
+            f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
+        )
+    elif not (criterion.is_rooted or criterion.is_constant):
+        verdict.notes.append(f"{text} in every update; right if that is a coefficient")
+    return None
+
+
+def _reading(criterion: Criterion, others: Sequence[Criterion]) -> tuple[str, str] | None:
+    """Says what is divided too often or not at all, with the cure, if an update can mean nothing else."""
+    level, steps, run, factor = criterion.level, criterion.common, criterion.run, criterion.factor or 1.0
+    path = next((part.path for part in criterion.parts if part.path is not None), None)
+    updates = [criterion.updates[index] for index in criterion.usual]
+    tasks = [reckoning.is_tasks for (place, _), reckoning in run.reckoned.items() if place == criterion.place]
+    if path is None or any(tasks) or any(map(_is_repeated, updates)) or _is_hidden(criterion):
         return None
-    why = None if are_same else _reason(criterion, others)
-    if why is None:
-        # A factor of 1 / 4 in a window of 4 may be a coefficient, or a second division.
-        is_second = any(num > 1 and is_equal(level, 1 / num) for num in (common, run.num_ranks))
-        is_coefficient = not is_second and all(is_equal(criterion.accumulated[i], 1.0) for i in criterion.usual)
-        if not (is_coefficient or criterion.is_rooted or criterion.is_constant):
-            text = f"the gradient is {level:.4g} times that of the mean; right if that is a coefficient"
-            doubts.append(f"{criterion.where}: {text}")
+    levels = [
+        other.level for other in others if other.place == criterion.place and {*other.updates} & {*criterion.usual}
+    ]
+    has_own = any(part.is_own for part in run.parts[criterion.place] if part.index in criterion.updates)
+    num_addends = max(part.num_addends for part in criterion.parts)
+    # One of several losses may have a coefficient.
+    if has_own or num_addends in (steps, run.num_ranks) or not are_equal(levels):
         return None
-    text, hand = why
-    return _off(criterion, text, hand, doubts)
+    divisors = [by for how, by, _ in path if how == "div" and by != 1.0]
+    ranks, is_sum = run.num_ranks, criterion.is_sum
+    has_steps = any(by is not None and is_equal(by, steps) for by in divisors) or is_equal(factor, 1 / steps)
+    by_count = "what their tokens divide already" if is_sum else "twice"
+    hand = "leave one division out" if is_sum else "divide once: here, or in the library that does so too"
+    averages = ", since the wrapper averages" * is_equal(factor, 1.0)
+    readings = [  # whether it is possible, the weight that it would give, its text and its cure
+        (
+            steps > 1 and not divisors and is_equal(factor, 1.0) and not is_sum,
+            steps,
+            f"nothing divides by the {steps} micro-batches",
+            f"{UNDIVIDED}{steps}",
+        ),
+        (steps > 1 and has_steps and ranks != steps, 1 / steps, f"the {steps} micro-batches divide {by_count}", hand),
+        (ranks > 1, 1 / ranks, f"the {ranks} ranks divide twice{averages}", f"multiply by {ranks}"),
+        (ranks > 1, ranks, "the ranks are added up, not averaged", f"divide by {ranks}"),
+        (steps > 1 and has_steps, 1 / steps, f"the {steps} micro-batches divide {by_count}", hand),
+    ]
+    return next(((text, hand) for can_be, weight, text, hand in readings if can_be and is_equal(level, weight)), None)
+
+
+def _is_hidden(criterion: Criterion) -> bool:
+    """True where targets show no different samples (all real, then all fake), or steps in time recur."""
+    updates = [criterion.run.updates[criterion.place, index][0] for index in criterion.usual]
+    recurs = is_equal(criterion.level, criterion.common) and all(update["recurs"] for update in updates)
+    printed = [part for part in criterion.parts if part.term["print"] is not None]
+    if len({part.rank for part in criterion.parts}) < criterion.run.num_ranks:
+        return True
+    return recurs or all(part.term["rows"] > 1 and not part.term["print"] for part in printed)
+
+
+def _is_repeated(parts: Sequence[Part]) -> bool:
+    """True if backwards have the targets of others, or a loader's batch has several, as of views of it."""
+    prints = {(part.rank, part.term["print"]) for part in parts if part.term["print"]}
+    num_printed = sum(bool(part.term["print"]) for part in parts)
+    batches = {(part.rank, part.batch) for part in parts if part.batch[0]}
+    backwards = {(part.rank, part.backward) for part in parts if part.batch[0]}
+    return len(prints) * 2 <= num_printed > 0 or 0 < len(batches) * 2 <= len(backwards)
 
 
 def _off(criterion: Criterion, text: str, hand: str, doubts: list[str]) -> Fault | None:
@@ -272,109 +340,45 @@ def _off(criterion: Criterion, text: str, hand: str, doubts: list[str]) -> Fault
     return Fault("divisor", criterion.where, text, hand)
 
 
-def _own_level(criterion: Criterion, doubts: list[str]) -> Fault | None:
-    """Finds a mean of the script's own that its micro-batches do not divide, if it is all that an optimizer gets."""
-    if not _is_off_mean(criterion):
+# Losses of the script's own: differences within the run alone
+
+
+def _judge_own(criterion: Criterion, verdict: Verdict) -> Fault | None:
+    """Judges a loss of the script's own by what divides its means; if they are not one mean, it is not judged."""
+    run, known = criterion.run, [part for part in criterion.parts if part.addends]
+    means = [[path.mean for path in part.addends] for part in known]
+    if criterion.factor is None or not all(mean is not None for of_part in means for mean in of_part):
+        return _not_judged(criterion, "", verdict)
+    sizes = {tuple(num for _, _, num in of_part) for of_part in means}
+    by_update: dict[int, list[Sequence[tuple[float, float, int]]]] = defaultdict(list)
+    for part, of_part in zip(known, means, strict=True):
+        by_update[part.index].append(of_part)
+    if len(sizes) > 1:
+        low, high = ends(num for of_part in sizes for num in of_part)
+        return _not_judged(criterion, f"; its means are over {low} to {high} elements", verdict)
+    levels = list[float]()
+    for index, of_update in by_update.items():
+        for addend in zip(*of_update, strict=True):
+            weights = [1 / divisor for divisor, *_ in addend]
+            low, high = ends(weights)
+            if high > low * (1 + 5e-3) and not are_equal(by / divisor for divisor, by, _ in addend):
+                text = f"micro-batches weigh {low:.3g} to {high:.3g} ({high / low:.3g} to 1) in update {index}"
+                return Fault("weights", criterion.where, text + _lines(criterion), "divide all of them alike")
+            levels.append(sum(weights) * criterion.factors.get(index, criterion.factor) / run.num_ranks)
+    if are_equal((1.0, *levels)):
+        verdict.judged["own"] = verdict.judged.get("own", 0) + 1
         return None
-    steps, run, place = criterion.common, criterion.run, criterion.place
-    usual = [part for index in criterion.usual for part in criterion.updates[index]]
-    is_only = len(usual) == sum(part.index in criterion.usual for part in run.parts[place])
-    loaders = [{part.batch[0] for part in criterion.updates[index]} for index in criterion.usual]
-    are_drawn, batches = any(drawn != {0} for drawn in loaders), {(part.rank, part.batch) for part in usual}
-    if not is_only or (are_drawn and (max(map(len, loaders)) > 1 or len(batches) < len(usual))):
-        return None  # losses that an update adds up, as of tasks, or of views of a batch
-    path = [step[:2] for step in usual[0].path or ()]
-    recurs = any(run.updates[place, index][0]["recurs"] for index in criterion.usual)
-    if not path and are_drawn and not recurs:
-        return _off(criterion, f"nothing divides by the {steps} micro-batches", f"{UNDIVIDED}{steps}", doubts)
-    how, num = path[0] if len(path) == 1 else ("", 0.0)
-    if how == "div" and num > 1 and not num % 1 and is_equal(criterion.level, steps / num):
-        text = f"the loss is divided by {num:.0f}, and each update has {steps} micro-batches"
-        return _off(criterion, text, f"divide by {steps}", doubts)
-    return None
+    usual = [index for index in criterion.usual if index in by_update]
+    level = f"; the {criterion.common} of an update add up to {max(levels):.4g} times their mean" if usual else ""
+    return _not_judged(criterion, level * (criterion.common > 1), verdict)
 
 
-def _is_off_mean(criterion: Criterion) -> bool:
-    """True for means of the script's own that weigh alike in each update, and together another number than 1."""
-    run, usual = criterion.run, [part for index in criterion.usual for part in criterion.updates[index]]
-    backwards = (run.updates[criterion.place, part.index][part.rank]["backwards"][part.backward] for part in usual)
-    return (
-        criterion.is_own
-        and criterion.common > 1
-        and criterion.factor is not None
-        and not is_equal(criterion.level, 1.0)
-        and all(is_equal(criterion.totals[index], criterion.level) for index in criterion.usual)
-        and are_equal(part.total for part in usual)
-        and all(backward["is_mean"] for backward in backwards)
-    )
-
-
-def not_weighed(run: Run) -> list[str]:
-    """Says which share of the backwards has a loss of the script's own, and what it adds up to."""
-    parts = [(place, part) for place, of_place in run.parts.items() for part in of_place]
-    own = Counter(part.line for _, part in parts if part.is_own)
-    places = {(place, part.index, part.rank, part.backward, part.line) for place, part in parts}
-    num = Counter(line for *_, line in places)
-    means = {
-        part.line: f"; the {criterion.common} of an update add up to {criterion.level:.4g} times their mean"
-        for criterion in filter(_is_off_mean, run.criterions(by_call=False))
-        for part in criterion.parts
-    }
-    return [
-        f"weights of {times} of {num[line]} backwards in {line}, whose loss is wholly or in part the script's own"
-        + means.get(line, "")
-        for line, times in own.items()
-    ]
-
-
-def _reason(criterion: Criterion, others: Sequence[Criterion]) -> tuple[str, str] | None:
-    """The known reason for the usual weight, with its cure; None where weights are of tasks, stages, or unseen."""
-    level, run, first, factor = criterion.level, criterion.run, criterion.usual[0], criterion.factor
-    path = next((part.path for part in criterion.parts if part.path is not None), None)
-    known = (run.reckoned.get((criterion.place, index)) for index in criterion.updates)
-    if factor is None or path is None or any(reckoning is not None and reckoning.is_tasks for reckoning in known):
-        return None
-    # Targets that show no different samples may be all real, then all fake.
-    is_hidden = all(part.term["rows"] > 1 and not part.term["print"] for part in criterion.parts)
-    if is_hidden or len({part.rank for part in criterion.parts}) < run.num_ranks:
-        return None
-    alike = sum(other.place == criterion.place and first in other.updates for other in others)
-    total = sum(run.sums[criterion.place, first].values()) / run.num_ranks * criterion.factors.get(first, factor)
-    is_part = not is_equal(total, level * alike) or any(
-        part.addends in (criterion.common, run.num_ranks) for part in criterion.parts
-    )
-    return _why(criterion, factor, path, is_part)
-
-
-def _why(criterion: Criterion, factor: float, path: Steps, is_part: bool) -> tuple[str, str] | None:
-    """Says what is divided too often or too rarely, with the cure.
-
-    `path` leads from the loss to its criterion; of several that weigh differently each `is_part`, with a coefficient.
-    """
-    level, steps, ranks = criterion.level, criterion.common, criterion.run.num_ranks
-    path = [step for step in path if step[0] != "add"]
-    plain = [value for how, value, _ in path if how == "div" and value is not None]
-    by_ranks = [value for how, value, _ in path if how == "mul" and value is not None and is_equal(value, ranks)]
-    by_steps = sum(is_equal(value, steps) for value in plain)
-    # One of two divisions may be a coefficient.
-    by_each = steps > 1 and not is_part
-    by_each &= by_steps > (not criterion.is_sum) or (steps > 2 and 0 < by_steps == len(path))
-    is_known = ranks > 1 and len(plain) == len(path) and not is_part
-    by_all = (criterion.is_sum and criterion.name in BY_CLASS) or any(
-        is_equal(value, ranks) or is_equal(value, ranks * steps) for value in plain
-    )
-    are_added = ranks > 1 and is_equal(factor, ranks) and len(plain) + len(by_ranks) == len(path)
-    added, averages = "the ranks are added up, not averaged", ", since the wrapper averages" * is_equal(factor, 1.0)
-    none, each = f"nothing divides by the {steps} micro-batches", f"the {steps} micro-batches divide"
-    causes = [  # whether it is possible, the weight that it would give, its text and its cure
-        (are_added, ranks, added, f"divide by {ranks}"),
-        (steps > 1 and not path, steps, none, f"{UNDIVIDED}{steps}"),
-        (by_each and criterion.is_sum, 1 / steps, f"{each} what their tokens divide already", "leave one division out"),
-        (by_each, 1 / steps, f"{each} twice", "divide once: here, or in the library that does so too"),
-        (is_known and by_all, 1 / ranks, f"the {ranks} ranks divide twice{averages}", f"multiply by {ranks}"),
-        (is_known, ranks, added, f"divide by {ranks}"),
-    ]
-    return next(((text, hand) for can_be, weight, text, hand in causes if can_be and is_equal(level, weight)), None)
+def _not_judged(criterion: Criterion, why: str, verdict: Verdict) -> None:
+    run, line = criterion.run, criterion.where
+    lines = {part.line for part in criterion.parts}
+    every = {(part.index, part.rank, part.backward) for part in run.parts[criterion.place] if part.line in lines}
+    text = f"weights of {len(criterion.parts)} of {len(every)} backwards in {line}, {OWN_LOSS}{why}"
+    verdict.unjudged.append(text)
 
 
 def _same_gradient(criterion: Criterion) -> Fault | None:
@@ -399,9 +403,3 @@ def _undivided(line: str, totals: Sequence[float]) -> Fault | None:
         return None  # the sum is intended, with a short last micro-batch
     text = f"nothing divides this sum: updates weigh {min(totals):.4g} to {max(totals):.4g}, as their tokens do"
     return Fault("divisor", line, text, "divide by the window's number of tokens on all ranks")
-
-
-def _is_same(parts: Sequence[Part]) -> bool:
-    """True if most of these have the same targets as another."""
-    prints = {(part.rank, part.term["print"]) for part in parts if part.term["print"]}
-    return len(prints) * 2 <= sum(bool(part.term["print"]) for part in parts) > 0
