@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +14,14 @@ from ..text import plural, shorten
 from .parts import Run, Updates
 from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
 from .schedules import ending, judge_lengths
-from .weights import CONTRAST, weigh
+from .weights import CONTRAST, OWN_LOSS, weigh
 
 ONE = torch.ones(1)
 WHERE = ("eval", "again", "late", "scaled")  # wrong wherever they are
 # So many times the bound clips; one that no gradient comes near to is there for its norm.
 LEAST = {"clip": 1e-3, "late": 1e-3, "scaled": 1.0}
 ALONE = "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
+IN_STEP = "each rank steps with a gradient of its own, and parameters stay equal; what its step reduces is not seen"
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 TRAINERS = {
     "AccumulatingTrainer": "AccumulatingTrainer(..., count=..., reduction=...), and a loss that nothing else divides",
@@ -96,11 +97,16 @@ def _judge(seen: Seen) -> Verdict:
         each = _together([_judge([rank]) for rank in seen])
         if apart is None:
             return each._replace(notes=[notes[-1], *each.notes])
-        alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE}"
+        alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE if apart else IN_STEP}"
         return each._replace(unjudged=[alone_from, *each.unjudged])
     by_weight = Verdict(faults, notes, unjudged, {})
     doubts = weigh(run, by_weight)  # which adds to these lists
-    faults += _traffic(seen, updates) + _events(seen, updates, Verdict([], notes, unjudged, {})) + (apart or [])
+    faults += (
+        _scaled(updates, reckoned)
+        + _traffic(seen, updates)
+        + _events(seen, updates, Verdict([], notes, unjudged, {}))
+        + (apart or [])
+    )
     kinds = {fault.kind for fault in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)
     hidden += ["window", "lost"] * ("cleared" in kinds)
@@ -109,6 +115,7 @@ def _judge(seen: Seen) -> Verdict:
     weighed = {(place, part.site) for place in run.parts for part in run.parts[place] if not part.is_own}
     unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
     unjudged += doubts * (not faults)
+    unjudged.sort(key=lambda text: OWN_LOSS in text)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
     left = [fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in faults if fault.kind not in hidden]
     return Verdict(
@@ -269,6 +276,24 @@ def _note_end(verdict: Verdict, line: str, end: str) -> None:
         verdict.notes.append(
             f"{line}: steps the schedule in each micro-batch; it was made for so many, and ends with the run"
         )
+
+
+def _scaled(updates: Updates, reckoned: Mapping[Key, Reckoning]) -> list[Fault]:
+    """Finds steps with a gradient in which a GradScaler's factor still is."""
+    faults: dict[str, Fault] = {}
+    for key, (update, *_) in updates.items():
+        scale, known = update["left_scaled"], reckoned.get(key)
+        paths = [
+            path for each in update["backwards"] for path in [*each["own"], *(t["divisors"] for t in each["terms"])]
+        ]
+        is_scaled = any(tuple(step[:2]) == ("mul", scale) for path in paths for step in path or ())
+        if scale > 1 and is_scaled and known is not None and (known.factor or 1.0) * scale > 2:
+            text = (
+                f"steps with a gradient that is {scale:.6g} times too large: nothing unscales what a GradScaler scaled"
+            )
+            hand, window = "call scaler.step(optimizer), which unscales it", "Accumulator(..., scaler=scaler)"
+            faults.setdefault(update["line"], Fault("scaled", update["line"], text, hand, window))
+    return [*faults.values()]
 
 
 def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:

@@ -287,7 +287,9 @@ def _micro_batches(updates: Mapping[int, Sequence[Part]]) -> dict[int, int]:
 
 def _in_common(lines: Sequence[Criterion]) -> Sequence[Criterion]:
     every = {index for line in lines for index in line.updates}
-    means = ((are_equal((*totals.values(), 1.0)) for totals in (line.totals, line.accumulated)) for line in lines)
+    means = (
+        (are_equal((*totals.values(), 1.0)) for totals in (line.totals, line.accumulated) if totals) for line in lines
+    )
     if all(map(any, means)) and all(every == line.updates.keys() for line in lines):
         return lines  # each is a whole mean by itself
     merged: list[list[Part]] = []

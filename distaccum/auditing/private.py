@@ -21,7 +21,17 @@ SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCo
 _MORE = """Add Alias AsStrided Cat Clone Expand Gather Index IndexAdd IndexSelect Mean NanToNum Nansum Permute Repeat
 ReshapeAlias Rsub ScatterAdd Select Slice Split SplitWithSizes Squeeze Stack Sub T Transpose Unbind UnsafeView Unsqueeze
 Where"""
-CHAIN = ("Div", "Mul", "Neg", "Add", "View", "ToCopy", SINK)  # between a loss of a script's own and what divides it
+CHAIN = (
+    "Div",
+    "Mul",
+    "Neg",
+    "Add",
+    "Sub",
+    "Rsub",
+    "View",
+    "ToCopy",
+    SINK,
+)  # between a loss of a script's own and what divides it
 LINEAR = {*SUMS, *_MORE.split()}  # nodes that scale and add up
 
 OWN, BENEATH = "own", 64  # what is no sum; how many nodes are looked at for a criterion beneath it

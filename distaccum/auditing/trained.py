@@ -151,7 +151,9 @@ class Trained:
         scaler = self.pending[-1].scaler if self.pending else None
         backwards, self._last_events = [made.as_dict() for made in self.pending], self.events
         update = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
-        update["scale"] = 1.0 if scaler is None else float(scaler.get_scale())
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        is_unscaled = any(kind in ("unscale", "scaler") for kind, *_ in self._last_events)
+        update |= {"scale": scale if is_unscaled else 1.0, "left_scaled": 1.0 if is_unscaled else scale}
         has_changed = self._now != self._left
         self._touched |= {"before the step"} if has_changed else set()
         update |= {"changed": has_changed, "moved": False, "gone": sorted(gone), "touched": sorted(self._touched)}

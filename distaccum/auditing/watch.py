@@ -391,6 +391,8 @@ class Watch:
     def _scaler_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         trained = self._know(getattr(optimizer, "optimizer", optimizer))
         trained.close()  # before it unscales
+        if scaler.is_enabled():
+            trained.note("scaler", where()[0])
         result = original(scaler, optimizer, *args, **options)
         trained.forget()  # even if it overflowed, and nothing was stepped
         return result

@@ -262,7 +262,9 @@ def _level(criterion: Criterion, others: Sequence[Criterion], verdict: Verdict, 
         return _off(criterion, *reading, doubts)
     text = f"{criterion.where}: the gradient is {level:.4g} times that of the mean"
     divisors = {by for part in criterion.parts for how, by, _ in part.path or () if how == "div" and by and not by % 1}
-    if any(num > 1 and num != criterion.common for num in divisors) or not accumulated:
+    # Not one of the readings, and still as if: there may be a reason that is not seen.
+    is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (criterion.common, run.num_ranks))
+    if is_like or any(num > 1 and num != criterion.common for num in divisors) or not accumulated:
         doubts.append(
             f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
         )
@@ -276,8 +278,9 @@ def _reading(criterion: Criterion, others: Sequence[Criterion]) -> tuple[str, st
     level, steps, run, factor = criterion.level, criterion.common, criterion.run, criterion.factor or 1.0
     path = next((part.path for part in criterion.parts if part.path is not None), None)
     updates = [criterion.updates[index] for index in criterion.usual]
+    is_drawn = len({part.batch for part in criterion.parts}) > 1  # as the run goes on
     tasks = [reckoning.is_tasks for (place, _), reckoning in run.reckoned.items() if place == criterion.place]
-    if path is None or any(tasks) or any(map(_is_repeated, updates)) or _is_hidden(criterion):
+    if path is None or any(tasks) or any(_is_repeated(parts, is_drawn) for parts in updates) or _is_hidden(criterion):
         return None
     levels = [
         other.level for other in others if other.place == criterion.place and {*other.updates} & {*criterion.usual}
@@ -318,11 +321,11 @@ def _is_hidden(criterion: Criterion) -> bool:
     return recurs or all(part.term["rows"] > 1 and not part.term["print"] for part in printed)
 
 
-def _is_repeated(parts: Sequence[Part]) -> bool:
+def _is_repeated(parts: Sequence[Part], is_drawn: bool) -> bool:
     """True if backwards have the targets of others, or a loader's batch has several, as of views of it."""
     prints = {(part.rank, part.term["print"]) for part in parts if part.term["print"]}
     num_printed = sum(bool(part.term["print"]) for part in parts)
-    batches = {(part.rank, part.batch) for part in parts if part.batch[0]}
+    batches = {(part.rank, part.batch) for part in parts if part.batch[0] and is_drawn}
     backwards = {(part.rank, part.backward) for part in parts if part.batch[0]}
     return len(prints) * 2 <= num_printed > 0 or 0 < len(batches) * 2 <= len(backwards)
 
@@ -356,8 +359,9 @@ def _judge_own(criterion: Criterion, verdict: Verdict) -> Fault | None:
     if len(sizes) > 1:
         low, high = ends(num for of_part in sizes for num in of_part)
         return _not_judged(criterion, f"; its means are over {low} to {high} elements", verdict)
-    levels = list[float]()
+    levels, wholes = list[float](), list[float]()
     for index, of_update in by_update.items():
+        wholes.append(0.0)
         for addend in zip(*of_update, strict=True):
             weights = [1 / divisor for divisor, *_ in addend]
             low, high = ends(weights)
@@ -365,7 +369,8 @@ def _judge_own(criterion: Criterion, verdict: Verdict) -> Fault | None:
                 text = f"micro-batches weigh {low:.3g} to {high:.3g} ({high / low:.3g} to 1) in update {index}"
                 return Fault("weights", criterion.where, text + _lines(criterion), "divide all of them alike")
             levels.append(sum(weights) * criterion.factors.get(index, criterion.factor) / run.num_ranks)
-    if are_equal((1.0, *levels)):
+            wholes[-1] += levels[-1]
+    if are_equal((1.0, *levels)) or are_equal((1.0, *wholes)):
         verdict.judged["own"] = verdict.judged.get("own", 0) + 1
         return None
     usual = [index for index in criterion.usual if index in by_update]
