@@ -253,7 +253,8 @@ def _level(criterion: Criterion, others: Sequence[Criterion], verdict: Verdict, 
     if are_equal((1.0, *totals)) or not all(is_equal(criterion.totals[i], level) for i in criterion.usual):
         return None  # one mean together, or not one level
     accumulated = [criterion.accumulated[i] for i in criterion.usual if i in criterion.accumulated]
-    if is_equal(level, 1.0) or (accumulated and are_equal((1.0, *accumulated))):
+    are_added = run.num_ranks > 1 and is_equal(criterion.factor, run.num_ranks)  # and no coefficient makes up for it
+    if is_equal(level, 1.0) or (accumulated and are_equal((1.0, *accumulated)) and not are_added):
         return None
     if (shared := _same_gradient(criterion)) is not None:
         return shared
@@ -327,7 +328,7 @@ def _is_repeated(parts: Sequence[Part], is_drawn: bool) -> bool:
     num_printed = sum(bool(part.term["print"]) for part in parts)
     batches = {(part.rank, part.batch) for part in parts if part.batch[0] and is_drawn}
     backwards = {(part.rank, part.backward) for part in parts if part.batch[0]}
-    return len(prints) * 2 <= num_printed > 0 or 0 < len(batches) * 2 <= len(backwards)
+    return len(prints) * 2 <= num_printed if num_printed else 0 < len(batches) * 2 <= len(backwards)
 
 
 def _off(criterion: Criterion, text: str, hand: str, doubts: list[str]) -> Fault | None:
