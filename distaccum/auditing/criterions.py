@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -33,17 +33,22 @@ def hearing(see: See, key: str) -> Iterator[list[str]]:
     names = [name for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split()) if hasattr(functional, name)]
     every = {name: getattr(functional, name) for name in names}
     own = [function for function in every.values() if getattr(function, "__globals__", None) is vars(functional)]
-    before = [(function, function.__code__, function.__kwdefaults__) for function in own]
-    for function, code, more in before:
+    before = [(function, function.__code__, function.__kwdefaults__, {**vars(function)}) for function in own]
+    for function, code, more, _ in before:
+        names = tuple(inspect.signature(function).parameters)
         original: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = more
         function.__wrapped__ = original  # shows its signature and source
-        function.__code__, function.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original, key)}
+        function.__code__, function.__kwdefaults__ = (
+            _in_its_place.__code__,
+            {"call": _heard_by(see, original, key, names)},
+        )
     try:
         yield [name for name, function in every.items() if function not in own]
     finally:
-        for function, code, more in before:
-            vars(function).pop("__wrapped__", None)
+        for function, code, more, about in before:
+            vars(function).clear()
+            vars(function).update(about)
             function.__code__, function.__kwdefaults__ = code, more
 
 
@@ -51,9 +56,7 @@ def _in_its_place(*args: Any, call: Any, **options: Any) -> Any:
     return call(*args, **options)
 
 
-def _heard_by(see: See, original: Any, key: str) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)
-
+def _heard_by(see: See, original: Any, key: str, names: Sequence[str]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         loss = original(*args, **options)
         if torch.compiler.is_compiling() or type(loss) is not Tensor or loss.grad_fn is None:

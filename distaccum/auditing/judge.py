@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..text import plural, shorten
+from .facts import facts_of
 from .parts import Run, Updates
 from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
 from .schedules import ending, judge_lengths
@@ -47,7 +48,7 @@ EVENTS = {
 def verdict(seen: Seen) -> Verdict:
     at_work = [rank for rank in seen if rank["updates"]] or seen
     groups = _groups(at_work)
-    faults, notes, unjudged, judged = _together([_judge(group) for group in groups])
+    faults, notes, unjudged, judged, facts = _together([_judge(group) for group in groups])
     if len(groups) > 1:
         notes.append(f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone")
     if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
@@ -55,7 +56,7 @@ def verdict(seen: Seen) -> Verdict:
     trainers = {update["trainer"] for rank in seen for update in rank["updates"]}
     if len(trainers) == 1 and (cure := TRAINERS.get(*trainers)) is not None:  # its user writes no loop
         faults = [fault if fault.window == CONTRAST else fault._replace(window=cure) for fault in faults]
-    return Verdict(faults, notes, unjudged, judged)
+    return Verdict(faults, notes, unjudged, judged, facts)
 
 
 def _together(judged: Sequence[Verdict]) -> Verdict:
@@ -63,8 +64,11 @@ def _together(judged: Sequence[Verdict]) -> Verdict:
     faults = {(fault.kind, fault.text if fault.kind == "shared" else fault.where): fault for fault in every}
     notes = dict.fromkeys(text for group in judged for text in group.notes)
     unjudged = dict.fromkeys(text for group in judged for text in group.unjudged)
+    facts = dict.fromkeys(text for group in judged for text in group.facts)
     most = {what: max(group.judged[what] for group in judged) for what in judged[0].judged}
-    return Verdict(sorted(faults.values(), key=lambda fault: fault.where), list(notes), list(unjudged), most)
+    return Verdict(
+        sorted(faults.values(), key=lambda fault: fault.where), list(notes), list(unjudged), most, list(facts)
+    )
 
 
 def _judge(seen: Seen) -> Verdict:
@@ -118,9 +122,8 @@ def _judge(seen: Seen) -> Verdict:
     unjudged.sort(key=lambda text: OWN_LOSS in text)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
     left = [fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in faults if fault.kind not in hidden]
-    return Verdict(
-        left, notes, unjudged, {"weights": len(weighed) + by_weight.judged.get("own", 0), "receipts": compared}
-    )
+    weights = len(weighed) + by_weight.judged.get("own", 0)
+    return Verdict(left, notes, unjudged, {"weights": weights, "receipts": compared}, facts_of(run, seen))
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:

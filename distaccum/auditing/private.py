@@ -100,7 +100,8 @@ def version(tensor: Any) -> int:
 
 def is_hooked(leaf: Any) -> bool:
     """True where a script has hooks that may change its gradient, which torch tells by no public name."""
-    return bool(getattr(leaf, "_backward_hooks", None))
+    hooks = (getattr(leaf, "_backward_hooks", None) or {}).values()
+    return any(getattr(getattr(hook, "func", None), "__name__", "") != "_receive" for hook in hooks)  # a receipt's
 
 
 def num_dims(tensor: Any) -> int:
@@ -120,8 +121,8 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], key: str, most
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
     Also each other term that is added to it ("add"), means with their number of elements ("mean"), products within a
-    batch ("pairs"), and what is no sum ("own"); each with the stack that made its node, if torch has kept it. Nodes have
-    their criterion in `metadata[key]`. `hear` gets the node of a FUSED criterion, and these numbers,
+    batch ("pairs"), and what is no sum ("own"); each with the stack that made its node, if torch has kept it. Nodes
+    have their criterion in `metadata[key]`. `hear` gets the node of a FUSED criterion, and these numbers,
     where the loss is a sum of what it gives. Returns such numbers of each addend that is no criterion's.
     """
     losses = [roots] if isinstance(roots, Tensor) else roots or ()

@@ -37,6 +37,7 @@ class Verdict(NamedTuple):
     notes: list[str]
     unjudged: list[str]
     judged: dict[str, int]
+    facts: Sequence[str] = ()
 
 
 def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:

@@ -26,13 +26,19 @@ def run(given: Any) -> int:
             raise FileNotFoundError(f"{path} cannot be written; expected a file in a folder that is there")
     code = _prepare(given)
     status: Any = 0
+    errors, saved = sys.stderr, os.dup(2)  # the script may close or replace its own
 
     def tell(report: Audit) -> None:
-        with suppress(BrokenPipeError):  # the report goes to stderr, which may still be open
+        with suppress(OSError, ValueError, AttributeError):  # the report goes to stderr, which may still be open
             sys.stdout.flush()
         launched = report.status and not report.error and "TORCHELASTIC_RUN_ID" in os.environ
         noise = f"\nWhat torchrun adds below is about the exit status, {report.status}; no rank has failed otherwise."
-        print(f"{report}{noise * bool(launched)}", file=sys.stderr, flush=True)
+        own = f"\nThe exit status, {status}, is the script's own." * (isinstance(status, int) and bool(status))
+        text = f"{report}{own}{noise * bool(launched)}\n"
+        try:
+            print(text, end="", file=errors, flush=True)
+        except (OSError, ValueError):
+            os.write(saved, text.encode())
         if given.json is not None:
             Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
         if given.plot is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..law import whole_number
@@ -18,7 +19,7 @@ from ..text import plural, shorten
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
-from .reckoning import WINDOW, Fault
+from .reckoning import WINDOW, Fault, Verdict
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
@@ -33,6 +34,7 @@ class Audit:
         findings (list[Fault]): What is wrong: `kind`, `where`, `text`, `by_hand`, `window`.
         notes (list[str]): What is no mistake.
         unjudged (list[str]): What could not be judged.
+        facts (list[str]): What the verdict is made of, each true by construction.
         updates (int): Updates that were seen.
         ranks (int): Ranks that told what they saw.
         judged (dict[str, int]): How many criterions' weights were judged, and the receipts of how many updates.
@@ -43,12 +45,14 @@ class Audit:
     findings: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
     updates: int = 0
     ranks: int = 1
     status: int = 2
     judged: dict[str, int] = field(default_factory=dict)
     rank: int = field(default=0, repr=False)
     error: str = ""  # that ended the script
+    of: str = field(default="block", repr=False)
     ended: bool = field(default=True, repr=False)  # False: an error ended it, and other ranks may still wait
     seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -58,7 +62,7 @@ class Audit:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("status", "updates", "ranks", "judged", "notes", "unjudged", "error")
+        names = ("status", "updates", "ranks", "judged", "facts", "notes", "unjudged", "error")
         return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
 
     def __str__(self) -> str:
@@ -71,19 +75,27 @@ class Audit:
             lines = [f"audit: nothing wrong was seen in {about}, but not everything was judged: {looked}"]
         elif self.status == 2:
             lines = ["audit: nothing could be judged: no optimizer of this process stepped what a backward gave"]
+            lines += ["  what processes that it starts do is not seen; start ranks with torchrun"] * (not self.error)
         elif num := len(self.findings):
             lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
-        lines += [f"  the script itself raised {self.error}"] * bool(self.error)
+        lines += [f"  the {self.of} raised {self.error}"] * bool(self.error)
         for fault in self.findings:
             lines += [f"  {fault.where}: {fault.text}", f"    by hand: {fault.by_hand}"]
             lines += [f"    window: {fault.window}"] * (fault.window != WINDOW)
         lines += [f"  window: {WINDOW}"] * any(one.window == WINDOW for one in self.findings)
         lines += [f"  note: {note}" for note in self.notes] + [f"  not judged: {text}" for text in self.unjudged]
-        return fitted(line.replace(f"{Path.cwd()}{os.sep}", "") for line in lines)
+        lines += [f"  fact: {fact}" for fact in self.facts]
+        try:
+            here = f"{Path.cwd()}{os.sep}"
+        except OSError:  # the folder is gone
+            return fitted(lines)
+        return fitted(line.replace(here, "") for line in lines)
 
     def judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
-        self.findings, self.notes, self.unjudged, self.judged = quietly(verdict)(self.seen) or ([], [], [], {})
+        nothing = Verdict([], [], [], {})
+        self.findings, self.notes, self.unjudged, self.judged, facts = quietly(verdict)(self.seen) or nothing
+        self.facts = list(facts)
         self.unjudged += [*(f"the audit itself failed, {one}" for one in failures), *watch.unjudged]
         if lost := mine["world"] - self.ranks:
             text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"
@@ -92,6 +104,8 @@ class Audit:
             self.notes.append(
                 f"{min(watch.modes.norms)} normalises by each micro-batch: no window equals one big batch"
             )
+        if watch.forked[0]:
+            self.unjudged.append("what a forked child of this process trains; audit it in the child")
         if watch.ledger.unseen:
             names = shorten([watch.ledger.names.get(i, f"parameter {i}") for i in sorted(watch.ledger.unseen)])
             self.unjudged.append(f"receipts of {names}, whose gradient is sparse, or has too long rows")
@@ -153,18 +167,28 @@ def watched(
     model: nn.Module | None, updates: int | None, folder: str | None, tell: Callable[[Audit], object] | None = None
 ) -> Iterator[Audit]:
     """Yields a report, which is filled in and passed to `tell` at the end; all ranks wait for that."""
-    report, watch = Audit(), Watch(model, updates)
+    report = Audit(of="block" if tell is None else "script itself")
+    watch = Watch(model, updates)
     failures.clear()
     try:
         with watch.listening():
             yield report
     except Enough:
         pass
+    except Exception as error:
+        report.error = f"{type(error).__name__}: {error}"
+        raise
     finally:
-        report.rank, world = place_in_job()
-        ended = report.ended and sys.exc_info()[0] is None
-        mine = {"rank": report.rank, "world": world, "ended": ended, **watch.as_dict()}
-        with exchanged(mine, folder, next(_numbers)) as report.seen:
+        if watch.is_here():
+            _conclude(report, watch, folder, tell)
+
+
+def _conclude(report: Audit, watch: Watch, folder: str | None, tell: Callable[[Audit], object] | None) -> None:
+    report.rank, world = place_in_job()
+    ended = report.ended and sys.exc_info()[0] is None
+    mine = {"rank": report.rank, "world": world, "ended": ended, **watch.as_dict()}
+    with exchanged(mine, folder, next(_numbers)) as report.seen:
+        with torch.device("cpu"):  # whatever the script's default is
             report.judge(watch, mine)
-            if tell is not None and report.rank == 0:
-                tell(report)
+        if tell is not None and report.rank == 0:
+            tell(report)

@@ -169,7 +169,7 @@ class Watch:
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         self._stacks.stop()
-        if self._current is not None or self._stepping is not None:  # inside another one (checkpointing) or a step
+        if not self.is_here() or self._current is not None or self._stepping is not None:
             return original(*args, **options)
         self._stay_over()
         line, _ = where()
@@ -211,12 +211,16 @@ class Watch:
                 trained.add(made, KEPT)
         return result
 
+    def is_here(self) -> bool:
+        """False in a forked child."""
+        return os.getpid() == self._process
+
     def _is_receiving(self) -> bool:
         return self._num < FIRST or self._num % EVERY == 0 or self._num_new > 0
 
     def _stay_over(self) -> None:
         """Ends the script again, if it has caught the end as an error."""
-        if self.is_over and os.getpid() == self._process:
+        if self.is_over and self.is_here():
             raise Enough(0)
 
     def _grad(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -244,7 +248,7 @@ class Watch:
         return result
 
     def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
-        if os.getpid() != self._process:
+        if not self.is_here():
             self.forked[0] = 1
             return None
         self._stay_over()

@@ -172,6 +172,19 @@ def test_mistake_is_named_with_its_line(audited, mutation):
     assert any(one["where"].endswith(tuple(lines)) for one in named), (lines, seen["text"])
 
 
+TRUTHS = [block.split("\n", 1) for block in (LOOPS.parent / "truths.txt").read_text().split("### ")[1:]]
+BEGIN = "import random, torch\nimport torch.nn.functional as F\nfrom torch import nn\ntorch.manual_seed(0); random.seed(0)\n"
+
+
+@pytest.mark.parametrize(("head", "text"), TRUTHS, ids=[head for head, _ in TRUTHS])
+def test_verdict_agrees_with_a_truth_that_was_known_before(audited, head, text):
+    """`head` has the truth, the script, its ranks, the status, and a part of the report."""
+    truth, _, ranks, status, says = head.split(" | ")
+    seen = audited("truth", BEGIN + text, int(ranks))
+    assert seen["status"] == int(status) and says in " ".join(seen["text"].split()), seen["text"]
+    assert seen["status"] in ((0, 3) if truth == "right" else (1, 3))
+
+
 SEEN = """
 import sys, torch
 from data import language_model, texts

@@ -1,0 +1,76 @@
+"""Facts of a run, each true by construction; the verdict is made of the same numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..text import plural
+from .parts import Criterion, Run, ends
+from .reckoning import Seen
+
+CHANGES = {
+    "before the step": "changed between the last backward and the step",
+    "changed": "changed between two backwards",
+    "emptied": "set to None between two backwards",
+}
+
+
+def facts_of(run: Run, seen: Seen) -> list[str]:
+    """The table of facts: of weights, by line; then of what happened to losses, gradients and schedules."""
+    return [
+        *(_weights(criterion) for criterion in run.criterions(by_call=True)),
+        *_losses(run),
+        *_gradients(seen[0]["updates"]),
+        *_schedules(seen[0]),
+        *_span(run),
+    ]
+
+
+def _weights(criterion: Criterion) -> str:
+    each = [(part.each() for part in parts if part.total) for parts in criterion.updates.values()]
+    ratios = [high / low for low, high in map(ends, each) if low]
+    low, high = ends(criterion.totals.values())
+    what = "a loss of the script's own" if criterion.is_own else criterion.name
+    weighs = f"1 to {max(ratios):.3g}" if ratios and max(ratios) > 1 + 1e-3 else "alike"
+    adds_up = f"{low:.4g}" if high - low <= 5e-3 * high else f"{low:.4g} to {high:.4g}"
+    return (
+        f"{criterion.where}: {what}, {plural(criterion.common, 'micro-batch')} an update: weigh {weighs} within an "
+        f"update, which adds up to {adds_up} of its mean"
+    )
+
+
+def _losses(run: Run) -> Iterator[str]:
+    unused, cleared = Counter[str](), Counter[str]()
+    for ranks in run.updates.values():
+        unused.update({site[0]: sum(nums) for site, nums in ranks[0]["unused"].items()})
+        cleared.update(backward["cleared"][1] for backward in ranks[0]["backwards"] if backward["cleared"])
+    yield from (f"{line}: {num} losses with no backward" for line, num in unused.items())
+    yield from (f"{line}: clears {num} backwards that no step used" for line, num in cleared.items() if line)
+
+
+def _gradients(updates: Iterable[dict[str, Any]]) -> Iterator[str]:
+    touched, events = dict[str, list[int]](), Counter[tuple[str, str]]()
+    for update in updates:
+        events.update({(kind, line) for kind, line, *_ in update["events"] if line and kind in ("clip", "unscale")})
+        for how in update["touched"]:
+            touched.setdefault(how, []).append(update["index"])
+    for how, indices in touched.items():
+        yield f"gradients are {CHANGES[how]} in {plural(len(indices), 'update')}, first in {indices[0]}"
+    yield from (f"{line}: {kind} in {plural(num, 'update')}" for (kind, line), num in events.items())
+
+
+def _schedules(rank: dict[str, Any]) -> Iterator[str]:
+    for known in rank["schedules"].values():
+        of = f" of {known['length']}" * bool(known["length"])
+        yield f"{known['line']}: {known['name']} is at step {known['at']}{of} at the end"
+
+
+def _span(run: Run) -> Iterator[str]:
+    looked = sorted({index for (_, index), ranks in run.updates.items() if "places" in ranks[0]})
+    made = {index for _, index in run.updates}
+    if looked:
+        first = next((i for i, index in enumerate(looked) if i != index), len(looked)) - 1
+        later = f", then {', '.join(map(str, looked[first + 1 :][:8]))}" * (len(looked) > first + 1)
+        yield f"receipts in updates 0 to {first}{later}, of 0 to {max(made)}; what others do alone is not seen"
