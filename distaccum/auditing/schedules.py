@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, final
@@ -18,15 +17,11 @@ class Schedules:
     """The schedules that a run steps, with the line that does."""
 
     def __init__(self) -> None:
-        self._stepped: dict[int, tuple[weakref.ref[Any], str, int]] = {}  # by id
+        self.known: dict[int, dict[str, Any]] = {}  # by id, in plain numbers
 
     def note(self, schedule: Any, line: str, place: int) -> None:
-        self._stepped[id(schedule)] = weakref.ref(schedule), line, place
-
-    def as_dict(self) -> dict[int, dict[str, Any]]:
-        """Returns what is known at the end of the run, in plain numbers."""
-        known = ((key, ref(), line, place) for key, (ref, line, place) in self._stepped.items())
-        return {key: _about(schedule, line, place) for key, schedule, line, place in known if schedule is not None}
+        """Notes where a schedule is after its step, since it may be gone when the run ends."""
+        self.known[id(schedule)] = _about(schedule, line, place)
 
 
 def _about(schedule: Any, line: str, place: int) -> dict[str, Any]:

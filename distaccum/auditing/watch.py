@@ -351,13 +351,14 @@ class Watch:
             return original(scheduler, *args, **options)
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         trained = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
-        if trained is not None:
-            self.schedules.note(scheduler, line, trained.place)
         # Accelerate's steps once per rank. No line stands for a step by a window.
         if trained is not None and trained.num and not (args or options or "accelerate" in inner):
             trained.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))
         with patch.object(self, "_scheduling", True):
-            return original(scheduler, *args, **options)
+            result = original(scheduler, *args, **options)
+        if trained is not None:
+            quietly(self.schedules.note)(scheduler, line, trained.place)
+        return result
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
@@ -406,7 +407,7 @@ class Watch:
         return {
             **self.ledger.as_dict(),
             "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
-            "schedules": self.schedules.as_dict(),
+            "schedules": self.schedules.known,
             "is_cut": self.is_over,
             "rest": {each.place: [] if self.most else each.rest() for each in [*self._gone, *self.trained.values()]},
         }

@@ -261,6 +261,11 @@ def _level(criterion: Criterion, others: Sequence[Criterion], verdict: Verdict, 
     reading = _reading(criterion, others)
     if reading is not None:
         return _off(criterion, *reading, doubts)
+    if _recurs(criterion):
+        steps = criterion.common
+        text = f"{criterion.where}: adds up {steps} backwards, as steps in time; divide by {steps} if they are not"
+        verdict.notes.append(text)
+        return None
     text = f"{criterion.where}: the gradient is {level:.4g} times that of the mean"
     divisors = {by for part in criterion.parts for how, by, _ in part.path or () if how == "div" and by and not by % 1}
     # Not one of the readings, and still as if: there may be a reason that is not seen.
@@ -314,12 +319,15 @@ def _reading(criterion: Criterion, others: Sequence[Criterion]) -> tuple[str, st
 
 def _is_hidden(criterion: Criterion) -> bool:
     """True where targets show no different samples (all real, then all fake), or steps in time recur."""
-    updates = [criterion.run.updates[criterion.place, index][0] for index in criterion.usual]
-    recurs = is_equal(criterion.level, criterion.common) and all(update["recurs"] for update in updates)
     printed = [part for part in criterion.parts if part.term["print"] is not None]
     if len({part.rank for part in criterion.parts}) < criterion.run.num_ranks:
         return True
-    return recurs or all(part.term["rows"] > 1 and not part.term["print"] for part in printed)
+    return _recurs(criterion) or all(part.term["rows"] > 1 and not part.term["print"] for part in printed)
+
+
+def _recurs(criterion: Criterion) -> bool:
+    updates = [criterion.run.updates[criterion.place, index][0] for index in criterion.usual]
+    return is_equal(criterion.level, criterion.common) and all(update["recurs"] for update in updates)
 
 
 def _is_repeated(parts: Sequence[Part], is_drawn: bool) -> bool:
