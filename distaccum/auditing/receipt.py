@@ -41,16 +41,18 @@ def is_seen(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and math.prod(parameter.shape[parameter.ndim > 1 :]) <= LONGEST
 
 
-def project(gradient: Any) -> Tensor:
+def project(gradient: Any, is_fine: bool = True) -> Tensor:
     """`NUM` projections <r, gradient>; each r is the product of a column and a row, so it needs little memory.
 
     Those of a DTensor are of this rank's block of it. In float64, a piece at a time; autocast and settings of matrix
-    products do not make it less precise.
+    products do not make it less precise. On the host, single precision is enough unless it `is_fine`, and 6 times faster.
     """
     if not gradient.ndim:
         gradient = gradient.reshape(1)
     whole, starts, gradient = gradient.shape, starts_of(gradient), local(gradient.detach())
-    columns, rows = _sides(whole, starts, gradient.shape, gradient.device)
+    is_single = not is_fine and gradient.dtype == torch.float32 and gradient.device.type == "cpu"
+    is_single &= torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
+    columns, rows = _sides(whole, starts, gradient.shape, gradient.device, torch.float32 if is_single else None)
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         columns, gradient = columns[:, gradient.indices()[0]], gradient.values()
@@ -59,19 +61,24 @@ def project(gradient: Any) -> Tensor:
     along = torch.zeros_like(rows)
     num = max(1, PIECE // max(1, rows.shape[1]))
     for i in range(0, len(matrix), num):
-        along.addmm_(columns[:, i : i + num], widest(matrix[i : i + num]))
-    return along.mul_(rows).sum(1)
+        piece = matrix[i : i + num]
+        along.addmm_(columns[:, i : i + num], piece if is_single else widest(piece))
+    return widest(along.mul_(rows)).sum(1)
 
 
 @lru_cache(maxsize=512)
 def _sides(
-    whole: tuple[int, ...], starts: tuple[int, ...], shape: tuple[int, ...], device: torch.device
+    whole: tuple[int, ...],
+    starts: tuple[int, ...],
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The columns and rows of all r, cut to a block."""
     here = [slice(start, start + num) for start, num in zip(starts, shape, strict=True)]
     columns = directions(whole[0], 0, device)[here[0]]
     rows = directions(math.prod(whole[1:]), 1, device).view(*whole[1:], NUM)[tuple(here[1:])].reshape(-1, NUM)
-    return columns.T, rows.T
+    return columns.T.to(dtype or columns.dtype), rows.T.to(dtype or rows.dtype)
 
 
 def num_copies(tensor: Any) -> int:

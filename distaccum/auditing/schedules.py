@@ -50,10 +50,8 @@ def judge_lengths(rank: dict[str, Any], notes: list[str]) -> list[Fault]:
             continue
         (steps, _), *_ = sizes.most_common(1)
         text = f"{known['name']} is at step {known['at']} of {known['length']} when the run ends"
-        is_in_micro_batches = steps > 1 and abs(known["at"] * steps - known["length"]) <= max(
-            steps, known["length"] / 50
-        )
-        if is_in_micro_batches and known["at"] > 2:
+        off = abs(known["at"] * steps - known["length"])  # less than an update, where it was made for micro-batches
+        if steps > 1 and off < steps and known["at"] > 2:
             text += f"; it was made for micro-batches, of which an update has {steps}"
             faults.append(Fault("schedule", known["line"], text, "make it for the number of updates"))
         elif known["at"] < 0.9 * known["length"]:

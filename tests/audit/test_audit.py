@@ -173,7 +173,11 @@ def test_mistake_is_named_with_its_line(audited, mutation):
 
 
 TRUTHS = [block.split("\n", 1) for block in (LOOPS.parent / "truths.txt").read_text().split("### ")[1:]]
-BEGIN = "import random, torch; from torch import nn; from torch.nn import functional as F\ntorch.manual_seed(0); random.seed(0)\n"
+BEGIN = """import random, torch
+import torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0); random.seed(0)
+"""
 
 
 @pytest.mark.parametrize(("head", "text"), TRUTHS, ids=[head for head, _ in TRUTHS])
