@@ -23,7 +23,7 @@ def facts_of(run: Run, seen: Seen) -> list[str]:
         *(_weights(criterion) for criterion in run.criterions(by_call=True)),
         *_losses(run),
         *_gradients(seen[0]["updates"]),
-        *_schedules(seen[0]),
+        *_ends_of_schedules(seen[0]),
         *_span(run),
     ]
 
@@ -61,7 +61,7 @@ def _gradients(updates: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield from (f"{line}: {kind} in {plural(num, 'update')}" for (kind, line), num in events.items())
 
 
-def _schedules(rank: dict[str, Any]) -> Iterator[str]:
+def _ends_of_schedules(rank: dict[str, Any]) -> Iterator[str]:
     for known in rank["schedules"].values():
         of = f" of {known['length']}" * bool(known["length"])
         yield f"{known['line']}: {known['name']} is at step {known['at']}{of} at the end"

@@ -45,7 +45,7 @@ def project(gradient: Any, is_fine: bool = True) -> Tensor:
     """`NUM` projections <r, gradient>; each r is the product of a column and a row, so it needs little memory.
 
     Those of a DTensor are of this rank's block of it. In float64, a piece at a time; autocast and settings of matrix
-    products do not make it less precise. On the host, single precision is enough unless it `is_fine`, and 6 times faster.
+    products do not make it less precise. On the host, single precision is enough unless it `is_fine`.
     """
     if not gradient.ndim:
         gradient = gradient.reshape(1)

@@ -91,7 +91,7 @@ class Trained:
 
     @property
     def way(self) -> Any:
-        """What shows without receipts that an update is made as others are."""
+        """Shows without receipts that an update is made as others are."""
         kinds = sorted({(kind, line) for kind, line, *_ in self._last_events})
         return len(self.pending), *kinds, *sorted(self._touched)
 

@@ -310,24 +310,10 @@ class Watch:
         record["linear"] = is_linear(trained.optimizer())
         recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
         record["recurs"] = trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent)
-        record["unused"] = self._unused(record["backwards"])
+        record["unused"] = unused_of(self._heard, record["backwards"])
         self._heard.clear()
         if len(self.updates) < KEPT or "places" in record:
             self.updates.append(record)
-
-    def _unused(self, backwards: Any) -> dict[Any, tuple[int, int]]:
-        """By line, how many losses no backward followed: of a trained loader's batches that have none, and others."""
-        trained = {backward["batch"][:2] for backward in backwards}
-        unused: dict[Any, tuple[int, int]] = {}
-        for term, batch, is_training in self._heard:
-            if term["went"] or not is_training or (batch[0] and batch in trained):
-                continue
-            is_known = batch[0] and batch[0] in {loader for loader, _ in trained}
-            if batch[0] and not is_known:
-                continue  # of another loader, as for validation
-            skipped, unknown = unused.get(tuple(term["site"]), (0, 0))
-            unused[tuple(term["site"])] = (skipped + bool(is_known), unknown + (not is_known))
-        return unused
 
     def _draw(self, original: Any, loader: Any) -> Any:
         try:
@@ -411,6 +397,21 @@ class Watch:
             "is_cut": self.is_over,
             "rest": {each.place: [] if self.most else each.rest() for each in [*self._gone, *self.trained.values()]},
         }
+
+
+def unused_of(heard: Any, backwards: Any) -> dict[Any, tuple[int, int]]:
+    """By line, how many losses no backward followed: of a trained loader's batches that have none, and others."""
+    trained = {backward["batch"][:2] for backward in backwards}
+    unused: dict[Any, tuple[int, int]] = {}
+    for term, batch, is_training in heard:
+        if term["went"] or not is_training or (batch[0] and batch in trained):
+            continue
+        is_known = batch[0] and batch[0] in {loader for loader, _ in trained}
+        if batch[0] and not is_known:
+            continue  # of another loader, as for validation
+        skipped, unknown = unused.get(tuple(term["site"]), (0, 0))
+        unused[tuple(term["site"])] = (skipped + bool(is_known), unknown + (not is_known))
+    return unused
 
 
 def _plain_event(event: tuple[str, str, int, Any]) -> tuple[str, str, int, Any]:
