@@ -95,6 +95,11 @@ class Ledger:
             self._known = known
         return [root for ref in self._trained if (root := ref()) is not None]
 
+    def is_training(self) -> bool:
+        """False where all models that are trained are in eval mode."""
+        roots = self.trained_roots()
+        return not roots or any(root.training for root in roots)
+
     def name(self) -> None:
         """Looks up the parameters' names, and wrappers, while their modules are alive."""
         modules = (module for root in self.roots() for module in root.modules())

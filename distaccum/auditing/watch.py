@@ -132,9 +132,8 @@ class Watch:
         known = {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
         if self._is_receiving():
             known |= {"print": print_of(given.get("target", given.get("targets"))), "pairs": is_over_pairs(name, given)}
-        is_training = any(root.training for root in self.ledger.trained_roots() or [nn.Module()])
         term = _term(name, loss.dtype, **known)
-        self._heard.append((term, self.loaders.now(), is_training))
+        self._heard.append((term, self.loaders.now(), self.ledger.is_training()))
         node: Any = loss.grad_fn
         node.metadata[self.key] = term  # where `note_divisors` finds it
         if self._num < AFTER_EACH:
@@ -172,8 +171,7 @@ class Watch:
         if not self.is_here() or self._current is not None or self._stepping is not None:
             return original(*args, **options)
         self._stay_over()
-        line, _ = where()
-        made, num = Backward(line, self.loaders.batch()), self._num
+        made, num = Backward(where()[0], self.loaders.batch()), self._num
         made.scaler = None if self._has_stepped else self._scaler
         for trained in self._waiting():
             trained.touch()
@@ -282,20 +280,16 @@ class Watch:
             return
         self._stepping, self._has_stepped = None, True
         if trained.pending:
-            self._follow(trained.way)
-        trained.num += bool(trained.pending)
+            is_new = trained.way not in self._ways and self._num >= FIRST
+            self._num_new = 2 if is_new else max(0, self._num_new - 1)
+            self._ways.add(trained.way)
+            trained.num += 1
         self._num = max(self._num, trained.num)
         trained.forget()
         stepped = [other.num for other in self.trained.values() if other.num]
         if self.most is not None and stepped and min(stepped) >= self.most:
             self.is_over = True
             raise Enough(0)
-
-    def _follow(self, way: Any) -> None:
-        """Takes receipts of two more updates where the way to the step is new."""
-        is_known = way in self._ways
-        self._num_new = max(0, self._num_new - 1) if is_known or self._num < FIRST else 2
-        self._ways.add(way)
 
     @quietly
     def _record(self, trained: Trained) -> None:
