@@ -37,7 +37,7 @@ class Path(list[tuple[str, Any, str]]):
 
     @property
     def mean(self) -> tuple[float, float, int] | None:
-        """Returns what divides a mean at the root, what multiplies it, and its number of elements; None if there is none."""
+        """Returns a mean's divisor and factor at the root, and its number of elements; None if there is no mean."""
         root = Path(takewhile(lambda step: step[0] in ("div", "mul", "add"), self))
         kind, num, _ = self[len(root)] if len(root) < len(self) else ("", 0, "")
         divisors = [by for how, by, _ in root if how == "div"]
