@@ -35,13 +35,13 @@ def hearing(see: See, key: str) -> Iterator[list[str]]:
     own = [function for function in every.values() if getattr(function, "__globals__", None) is vars(functional)]
     before = [(function, function.__code__, function.__kwdefaults__, {**vars(function)}) for function in own]
     for function, code, more, _ in before:
-        names = tuple(inspect.signature(function).parameters)
+        arguments = tuple(inspect.signature(function).parameters)
         original: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = more
         function.__wrapped__ = original  # shows its signature and source
         function.__code__, function.__kwdefaults__ = (
             _in_its_place.__code__,
-            {"call": _heard_by(see, original, key, names)},
+            {"call": _heard_by(see, original, key, arguments)},
         )
     try:
         yield [name for name, function in every.items() if function not in own]

@@ -358,16 +358,18 @@ def _off(criterion: Criterion, text: str, hand: str, doubts: list[str]) -> Fault
 def _judge_own(criterion: Criterion, verdict: Verdict) -> Fault | None:
     """Judges a loss of the script's own by what divides its means; if they are not one mean, it is not judged."""
     run, known = criterion.run, [part for part in criterion.parts if part.addends]
-    means = [[path.mean for path in part.addends] for part in known]
-    if criterion.factor is None or not all(mean is not None for of_part in means for mean in of_part):
-        return _not_judged(criterion, "", verdict)
+    means = [[path.mean for path in part.addends if path.mean is not None] for part in known]
+    if criterion.factor is None or list(map(len, means)) != [len(part.addends) for part in known]:
+        _not_judged(criterion, "", verdict)
+        return None
     sizes = {tuple(num for _, _, num in of_part) for of_part in means}
     by_update: dict[int, list[Sequence[tuple[float, float, int]]]] = defaultdict(list)
     for part, of_part in zip(known, means, strict=True):
         by_update[part.index].append(of_part)
     if len(sizes) > 1:
         low, high = ends(num for of_part in sizes for num in of_part)
-        return _not_judged(criterion, f"; its means are over {low} to {high} elements", verdict)
+        _not_judged(criterion, f"; its means are over {low} to {high} elements", verdict)
+        return None
     levels, wholes = list[float](), list[float]()
     for index, of_update in by_update.items():
         wholes.append(0.0)
@@ -384,7 +386,8 @@ def _judge_own(criterion: Criterion, verdict: Verdict) -> Fault | None:
         return None
     usual = [index for index in criterion.usual if index in by_update]
     level = f"; the {criterion.common} of an update add up to {max(levels):.4g} times their mean" if usual else ""
-    return _not_judged(criterion, level * (criterion.common > 1), verdict)
+    _not_judged(criterion, level * (criterion.common > 1), verdict)
+    return None
 
 
 def _not_judged(criterion: Criterion, why: str, verdict: Verdict) -> None:
