@@ -278,8 +278,8 @@ def few_of(parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
 class Moves:
     """Tells whether the caller's step changed the weights: by torch's counts of writes to them.
 
-    Torch's fused optimizers, and others, write past these counts. So until counts have told once, some elements are
-    compared too, which waits for the device where counts stand still.
+    Torch's fused optimizers, and others, write past these counts. So until counts have told once, an element of a few
+    weights is compared too, which waits for the device where counts stand still.
     """
 
     def __init__(self) -> None:
@@ -290,12 +290,12 @@ class Moves:
     def look(self, weights: Sequence[nn.Parameter]) -> None:
         """Remembers what weights look like after a window's loop."""
         self._counts = _versions_of(weights)
-        self._some = list(map(_first_of, weights)) if self._counts_tell is None else []
+        self._some = list(map(_first_of, few_of(weights))) if self._counts_tell is None else []
 
     def happened(self, weights: Sequence[nn.Parameter]) -> bool:
         """Returns whether a weight has changed since."""
         has_moved = _versions_of(weights) != self._counts
-        if has_moved or not all(map(torch.equal, self._some, map(_first_of, weights))):
+        if has_moved or not all(map(torch.equal, self._some, map(_first_of, few_of(weights)))):
             self._counts_tell = has_moved if self._counts_tell is None else self._counts_tell
         return has_moved or self._counts_tell is False
 
