@@ -176,7 +176,7 @@ class Accumulator(Answering):
         return Windows(self._planner, loader, ahead=ahead)
 
     @answering
-    def split(self, batch: Batch, *, length: int | None = None, whole: Names = ()) -> Window[Batch]:
+    def split(self, batch: Batch, length: int | None = None, whole: Names = ()) -> Window[Batch]:
         """Cuts `batch` into the micro-batches of one window: in order, as evenly as possible, the larger ones last.
 
         Args:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .text import shown
 
@@ -47,15 +47,22 @@ def answering(call: Call) -> Call:
             is_own = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if is_own or (unknown == "*" and "positional argument" not in str(error)):
                 raise
-            value = f"={shown(given[unknown])}" if unknown in given else ""
-            seen = f"{unknown}{value}, which is no argument of it" if value else "more by position than it takes"
-            cure = GUESSES.get(f"{name} *" if unknown == "*" else unknown) or (unknown if unknown in OPTIONS else "")
-            close = cure if cure in own else next(iter(get_close_matches(unknown, own, n=1)), "") if not cure else ""
-            if close or cure in OPTIONS:
-                cure = f"say {close}{value}" if close else f"give {cure}{value} to the Accumulator"
-            raise TypeError(f"{name}() got {seen}; {cure or 'it takes ' + ', '.join(own)}") from None
+            refuse_arguments(name, own, {unknown: given[unknown]} if unknown in given else {})
 
     return answers  # type: ignore[return-value]  # it takes what call takes
+
+
+def refuse_arguments(name: str, own: Sequence[str], given: Mapping[str, object]) -> NoReturn:
+    """Raises for an argument that the call `name` does not take, by name (`given`) or by position."""
+    unknown = next(iter(given), "*")
+    value = f"={shown(given[unknown])}" if given else ""
+    seen = f"{unknown}{value}, which is no argument of it" if given else "more by position than it takes"
+    cure = GUESSES.get(unknown if given else f"{name} *") or (unknown if unknown in OPTIONS else "")
+    close = cure if cure in own else next(iter(get_close_matches(unknown, own, n=1)), "") if not cure else ""
+    if close or cure in OPTIONS:
+        cure = f"say {close}{value}" if close else f"give {cure}{value} to the Accumulator"
+    takes = ", ".join(own) or "none"
+    raise TypeError(f"{name}() got {seen}; {cure or 'it takes ' + takes}") from None
 
 
 class Answering:

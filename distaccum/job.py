@@ -127,10 +127,9 @@ class Job:
 
     def step_schedules(self) -> None:
         """Steps each schedule that is due once, even if Ctrl-C comes between two of them and this is called again."""
-        if self.due:
-            while self.due:
-                self.due.pop(0).step()
-            self.epochs[:] = [getattr(one, "last_epoch", 0) for one in self.schedulers]
+        while self.due:
+            self.due.pop(0).step()
+        self.epochs[:] = [getattr(one, "last_epoch", 0) for one in self.schedulers]
 
     @property
     def most(self) -> int | None:

@@ -92,6 +92,10 @@ class Config:
         """The description of a batch that `call` cuts; raises if no size was given to cut it to."""
         if self.steps is None and self.micro_batch_size is None:
             raise ValueError(f"{call}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
+        if is_array(length) or isinstance(length, Mapping | Sequence):
+            raise TypeError(
+                f"{call}() got {shown(length)} for length=, expected a number; give one batch, as {call}((x, y))"
+            )
         return Columns(length, whole)
 
     def refuse_to_group(self) -> None:

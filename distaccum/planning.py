@@ -69,7 +69,8 @@ class Planner:
         """Makes way for the next window."""
         job = self.job
         self.close_previous()
-        job.step_schedules()  # those that a loaded state says are due
+        if job.due:  # as a loaded state says
+            job.step_schedules()
         job.start = Start()
         for adapter in job.adapters:
             adapter.begin()

@@ -35,7 +35,10 @@ NO_STORE = RuntimeError, ValueError, AttributeError
 
 def store() -> Any:
     """The store by which the job's ranks met; one of NO_STORE if there is none, or the name is missing."""
-    return dist.distributed_c10d._get_default_store()
+    get = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if get is None:
+        raise ValueError
+    return get()
 
 
 def has_step_hooks(optimizer: object) -> bool:

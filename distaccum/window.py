@@ -16,7 +16,7 @@ from .batches import LocalPart, Pace
 from .batchnorm import untouched_statistics
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
-from .guesses import Answering, answering
+from .guesses import Answering, refuse_arguments
 from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start, few_of
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
@@ -307,8 +307,7 @@ class Window(Answering, Generic[Batch]):
 
     # The update
 
-    @answering
-    def step(self) -> Update:
+    def step(self, **unknown: Any) -> Update:
         """Clips, steps, updates the scaler, steps the schedule, clears the gradients, and returns the record.
 
         Call it once, after the loop. With `optimizer=None` step yourself first: it then only records and clears.
@@ -316,13 +315,16 @@ class Window(Answering, Generic[Batch]):
         Raises:
             DistaccumError: In mid-window, after a discard, for a gradient with NaN, or after 50 skips in a row.
         """
+        if unknown:
+            refuse_arguments("step", (), unknown)
         if self.stage is not Stage.COMPLETE:
             raise DistaccumError(
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
         job, skipped = self._job, self._job.skipped
         job.lacks_step = False
-        job.watch_schedules()
+        if job.schedulers:
+            job.watch_schedules()
         if job.steps and any(all(one.grad is None for one in group) for group in self._final):
             give_up(self, "gradients were cleared between the window's loop and its step()")
         try:
@@ -337,7 +339,8 @@ class Window(Answering, Generic[Batch]):
             self._close(Stage.STEPPED)
             for adapter in job.adapters:
                 adapter.after_step(reason is None)
-            job.step_schedules()
+            if job.due:
+                job.step_schedules()
         except BaseException as error:
             if not self._has_stepped:
                 job.index, job.skipped, job.start = self.index, skipped, self.start

@@ -18,9 +18,8 @@ QUICK = (
 # --versions runs the tests of these files, which touch what other libraries do not promise: private names, groups,
 # engines, states.
 VERSIONS = (
-    "house/private worlds/worlds core/exchange core/scaling core/waits engines/choosing engines/ddp engines/ddp_forms "
-    "engines/fsdp2 wrappers/deepspeed wrappers/accelerate wrappers/fabric wrappers/lightning meshes/context "
-    "meshes/sharing meshes/pipeline meshes/experts"
+    "house/private worlds/worlds core/exchange core/scaling engines/choosing engines/ddp engines/ddp_forms "
+    "engines/fsdp2 wrappers/deepspeed wrappers/accelerate wrappers/fabric meshes/context"
 )
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (

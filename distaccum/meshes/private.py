@@ -98,5 +98,7 @@ def _nothing_of(outputs: Any) -> Tensor:
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh is a slice of, or itself, also where the name is missing: then no slice is refused."""
     resources: Any = getattr(device_mesh, "_mesh_resources", None)
-    find = getattr(mesh, "_get_root_mesh", None) or partial(getattr(resources, "get_root_mesh", lambda one: one), mesh)
+    find = getattr(mesh, "_get_root_mesh", None) or partial(
+        getattr(resources, "get_root_mesh", lambda whole: whole), mesh
+    )
     return find()

@@ -47,17 +47,16 @@ class LateWindow:
         """Forgets the losses so far; call it where their gradients are cleared."""
         self._count, self._num_counted, self._begun = 0.0, 0, time.perf_counter()
         self._loss: Any = 0.0  # weighed, on the loss's device
-        self._sum: tuple[Tensor, Any] | None = None  # of counts and losses over the ranks, in flight
         self.begin_micro_batch()
 
     def begin_micro_batch(self) -> None:
         self.weighed: float | None = None  # the count of the micro-batch at work, once a loss of it is weighed
 
-    def weigh(self, loss: Tensor, count: Any, value: Tensor | None = None, *, is_last: bool = False) -> Tensor:
+    def weigh(self, loss: Tensor, count: Any, value: Tensor | None = None) -> Tensor:
         """The loss that shall run backward in place of `loss`; without a count, one whose gradients are zeros.
 
-        `value` is the loss for the record, if `loss` has other factors. `is_last` lets the ranks sum their counts while
-        this backward runs. A micro-batch may have several backwards, which add up: it counts once.
+        `value` is the loss for the record, if `loss` has other factors. A micro-batch may have several backwards, which
+        add up: it counts once.
         """
         read: Any = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
         if not isinstance(read, Real) or not 0 <= float(read) < math.inf:
@@ -74,8 +73,6 @@ class LateWindow:
             self._count += number
             self._num_counted += number > 0
             self.weighed = number
-            if is_last:
-                self._sum = self._post()
         elif self.weighed != number:
             raise DistaccumError(
                 f"a training step ran backward from losses with counts of {self.weighed:g} and {number:g}, expected "
@@ -83,19 +80,16 @@ class LateWindow:
             )
         return (loss.float() if loss.dtype in HALF else loss) * weight if number else _silenced(loss)
 
-    def _post(self) -> tuple[Tensor, Any]:
-        loss = torch.as_tensor(self._loss)
-        values = torch.stack([torch.full_like(loss, self._count), loss])
-        return values, self.peers.sum(values)
-
     def divide(self, parameters: Iterable[nn.Parameter]) -> float | None:
         """Makes the gradients of all parameters those of the window; returns its loss, over all ranks.
 
         If nothing counts it returns None and removes the gradients, so that no optimizer moves a weight.
         """
-        values, sending = self._sum or self._post()
-        if sending is not None:
-            sending()
+        own_loss = torch.as_tensor(self._loss)
+        values = torch.stack([torch.full_like(own_loss, self._count), own_loss])
+        end_sum = self.peers.sum(values)
+        if end_sum is not None:
+            end_sum()
         total, loss = values.tolist()
         factor, own = 0.0, [parameter for parameter in unique(parameters) if parameter.grad is not None]
         if total:
@@ -121,7 +115,7 @@ class LateWindow:
 
 
 def reached(loss: Tensor, noted: Mapping[Any, Any]) -> list[Any]:
-    """What is noted for the places in the graph that a loss was made from: of each path, the nearest."""
+    """The notes at the places in the graph that a loss was made from: of each path, the nearest."""
     values = []
     seen: set[Any] = set()
     waiting: list[Any] = [place_of(loss)]

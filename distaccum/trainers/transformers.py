@@ -200,7 +200,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         loss = None
         is_last = trainer.accelerator.sync_gradients
         if inputs is not self._skipped:
-            self._run_batch(training_step, model, inputs, is_last)
+            self._run_batch(training_step, model, inputs)
         self._left -= 1
         if is_last:
             groups = (group["params"] for group in trainer.optimizer.param_groups)
@@ -209,7 +209,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             loss = self._for_the_log(loss)
         return torch.tensor(loss or 0.0, device=trainer.args.device)
 
-    def _run_batch(self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, is_last: bool) -> None:
+    def _run_batch(self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any) -> None:
         trainer = self._trainer
         accelerator = trainer.accelerator
         self._is_lent = inputs is self._lent
@@ -224,7 +224,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             "current_gradient_accumulation_steps": _Steps(trainer.current_gradient_accumulation_steps),
             "loss_is_scaled_for_ga": True,
         }
-        hooks = {"backward": partial(self._backward, accelerator.backward, is_last)}
+        hooks = {"backward": partial(self._backward, accelerator.backward)}
         if min(self._lengths) < self._left <= max(self._lengths):
             hooks["gather_for_metrics"] = partial(self._gather_for_metrics, accelerator.gather_for_metrics)
         everything = {**steps, "average_tokens_across_devices": False}
@@ -304,7 +304,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         kept = None if self._noted is None else self._noted.get(before_sink(loss))
         return None if kept is None else kept.sum()
 
-    def _backward(self, backward: Callable[..., None], is_last: bool, loss: Tensor, **kwargs: Any) -> None:
+    def _backward(self, backward: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
         is_given = self._given_count is not None
         count = self._count_of(loss, *self._inputs) if is_given else self._known_count(loss)
         if count is None:
@@ -316,7 +316,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
                 "shift=True) if it predicts next tokens, count=count_samples or a function of your own, and "
                 "reduction='sum_to_mean' if it is a sum"
             )
-        backward(self._late.weigh(loss, 0 if self._is_lent else count, is_last=is_last), **kwargs)
+        backward(self._late.weigh(loss, 0 if self._is_lent else count), **kwargs)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Records the update that the Trainer made."""

@@ -210,7 +210,7 @@ call | accumulator.windows(BATCHES, steps=4) | TypeError: windows() got steps=4,
 call | accumulator.window(BATCHES).step(max_norm=1.0) | TypeError: ...; give max_norm=1.0 to the Accumulator
 call | accumulator.window(BATCHES).step(clip=1.0) | TypeError: ...; give max_norm=1.0 to the Accumulator
 call | accumulator.windows(BATCHES, ahaed=False) | TypeError: ...; say ahead=False
-call | accumulator.split(BATCHES[0], 2) | TypeError: split() got more by ...; give one batch, as split((x, y))
+call | accumulator.split(BATCHES[0], BATCHES[1]) | TypeError: split() got ...; give one batch, as split((x, y))
 call | accumulator.window(*BATCHES) | TypeError: window() got more ...; give one list of micro-batches
 call | accumulator.update(BATCHES[0], lambda x, y: x) | TypeError: update() got <lambda>(x, y) as loss_fn, expected ...
 call | accumulator.update(BATCHES[0], lambda batch: None) | ...None, a NoneType, ... (return it ...
