@@ -312,7 +312,11 @@ class Window(Answering, Generic[Batch]):
 
         Call it once, after the loop. With `optimizer=None` step yourself first: it then only records and clears.
 
+        Args:
+            **unknown: None; options such as `max_norm` go to the Accumulator, as the error says.
+
         Raises:
+            TypeError: It was given an argument.
             DistaccumError: In mid-window, after a discard, for a gradient with NaN, or after 50 skips in a row.
         """
         if unknown:
