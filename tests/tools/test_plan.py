@@ -89,6 +89,7 @@ def test_bytes_of_each_policy_add_up():
     assert hybrid["bytes_per_micro_step"] == 3 * 4000 and hybrid["bytes_once"] == 4000  # a shard, to the other replica
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is Linux's")
 @on_ranks(2)
 def test_planned_bytes_are_those_that_a_rank_holds_at_its_peak():
