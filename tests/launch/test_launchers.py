@@ -54,9 +54,8 @@ LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "job", [name if name == "deepspeed" else pytest.param(name, marks=pytest.mark.long) for name in LAUNCHERS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("job", LAUNCHERS)
 def test_launchers_end_with_the_weights_of_the_big_batch(programs, tmp_path, job):
     ranks, start = LAUNCHERS[job]
     text = start(tmp_path)
