@@ -126,7 +126,7 @@ class Accumulator(Answering):
             config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
             self._config = config
             given = Prepared(model, optimizer, scheduler, scaler, adapters_for(accelerator))
-            job = Job(config, given, choose_engine(given.models, sync, mesh))
+            job = Job(config, given, choose_engine(given, sync, mesh))
             join_all(extensions, job, RandomNumbers())
             self._planner = Planner(job, Place(job))
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .batch import Columns, cut_batch, cut_entries
 from .job import Job, Micro, Seen
-from .law import Reports, cut_evenly
+from .law import cut_evenly
 
 
 @dataclass
 class Batches:
-    """This rank's micro-batches of one window."""
+    """This rank's micro-batches of one window: as they were drawn or cut, and those in which anything counts."""
 
     micro_batches: list[Any]
     # In samples, if a batch was cut.
@@ -23,30 +23,22 @@ class Batches:
     # As requested; 0: any number.
     steps: int = 0
     no_more_after: bool = False
+    micros: list[Micro] = field(default_factory=list)
+    # The last of them with a count for each name, or else the last, to stand in with.
+    substitute: Micro | None = None
+    # An error of drawing or counting, kept until the other ranks have the report.
+    error: Exception | None = None
+
+    def take_error(self) -> Exception | None:
+        """Returns the error, and drops it together with the micro-batches, which its traceback would keep alive."""
+        error, self.error, self.micros, self.micro_batches = self.error, None, [], []
+        return error
 
 
 # Draws the micro-batches of an update, by its index.
 DrawFn = Callable[[int], Batches]
 # Draws part of the next window, given a micro-step and the number of them.
 Pace = Callable[[int, int], None]
-
-
-@dataclass
-class LocalPart:
-    """This rank's part of a window, before it has heard from the others."""
-
-    report: Reports
-    # The micro-batches in which anything counts.
-    micros: list[Micro]
-    # A micro-batch to stand in with: the last one with a count for each name, or else the last.
-    substitute: Micro | None
-    # An error of drawing or counting, kept until the other ranks have the report.
-    error: Exception | None
-
-    def take_error(self) -> Exception | None:
-        """Returns the error, and drops it together with the micro-batches, which its traceback would keep alive."""
-        error, self.error, self.micros = self.error, None, []
-        return error
 
 
 def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: bool = False) -> DrawFn:

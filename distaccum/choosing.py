@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .adapter import Adapter
+from .adapter import Adapter, Prepared
 from .engines import Engine, Sync, registered
 from .engines.base import PlainEngine
 from .engines.ddp import DDPEngine
@@ -48,12 +48,13 @@ def _deepspeed() -> type[Engine]:
 HEAVY = {"FullyShardedDataParallel": _fsdp1, "DeepSpeedEngine": _deepspeed}
 
 
-def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine:
-    """The engine for the wrapper that `models` hold (modules, or a schedule); `mesh`: dimensions that carry data."""
+def choose_engine(given: Prepared, sync: Sync, mesh: Any = None) -> Engine:
+    """The engine for the wrapper that models hold (modules, or a schedule); `mesh`: dimensions that carry data."""
+    models = given.models
     if all(isinstance(model, nn.Module) for model in models):
         engine = _engine_of(models, sync)
     else:
-        pipeline = Pipeline(models)
+        pipeline = Pipeline(models, given.adapters)
         engine = _engine_of(pipeline.modules, sync, pipeline.group.size())
         pipeline.join(engine)
     if mesh is not None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .batch import count_samples, entries_of, is_array
 from .engines.base import OVERFLOW, Engine, total_norm
-from .job import Counts, Job
-from .law import DistaccumError
+from .job import Job
+from .law import Counts, DistaccumError
 from .losses import Losses, Record
 from .norms import local, names_of
 from .options import OnNonfinite
@@ -167,7 +167,7 @@ def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
 def refuse_untrained(window: AnyWindow, job: Job) -> None:
     """Raises if an optimizer has nothing to step, or if a parameter was replaced since the Accumulator was made."""
     engine = job.engine
-    if "step" in engine.owns or engine.pipeline is not None:
+    if "step" in engine.owns or engine.peers.stages:
         return
     known = window.parameters if job.optimizers or not (engine.peers.groups or engine.peers.beside) else job.groups[0]
     groups = job.groups if job.optimizers else [known]
@@ -231,13 +231,11 @@ def judge(window: AnyWindow, engine: Engine, what: str, on_nonfinite: OnNonfinit
 
 def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) -> str:
     """Names its origin; `first`: each rank's first micro-batch with a non-finite loss (-1: none), and that loss."""
-    noun = "loss" if losses.of_pairs is None else "largest representation"
     # Ranks that share samples may hold different stages of a pipeline, and only one of them the losses.
     by_rank = enumerate(map(max, engine.peers.by_samples(first)))
+    noun = losses.terms.noun
     places = [f"the {noun} of micro-batch {n} on rank {rank} is {value}" for rank, (n, value) in by_rank if n >= 0]
-    if not places and losses.of_pairs is not None and not _is_finite(losses.of_pairs[0]):
-        places = [f"the loss over all pairs is {float(losses.of_pairs[0])}, of representations that are all finite"]
-    return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
+    return "; ".join(places) or losses.terms.why_else()
 
 
 def explain_skip(window: AnyWindow, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:

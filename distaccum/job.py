@@ -13,10 +13,11 @@ from torch.optim import LBFGS
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .adapter import Prepared
-from .batch import count_samples
+from .batch import count_samples, fresh
 from .batchnorm import batchnorms
 from .engines import Engine
 from .engines.base import GRAD
+from .law import Counts
 from .norms import local, unique
 from .options import Config
 from .private import has_step_hooks, is_view, version_of
@@ -25,7 +26,6 @@ from .text import Once
 
 MOST_SKIPS = 50  # in a row
 NUM_LOOKS = 16  # parameters whose gradients are looked at in each micro-step
-Counts = tuple[float, ...]  # denominators of one micro-batch, by name
 Hooks = Mapping[str, Sequence[Callable[..., Any]]]  # methods of extensions, by event
 Seen = dict[tuple[Any, ...], bool]  # by path in a batch: True if it was cut, False if whole
 
@@ -37,7 +37,10 @@ class Micro:
     batch: Any
     counts: Counts
     number: int  # among all that were drawn, including those in which nothing counts
-    pieces: Sequence[Counts] = ()  # of the chunks that a pipeline runs it in
+
+    def to_replay(self, num_names: int) -> Micro:
+        """A copy to stand in with; `num_names`: of the losses, where this one's window may have had fewer."""
+        return Micro(fresh(self.batch), self.counts * (num_names // len(self.counts)), self.number)
 
 
 @dataclass(eq=False)
@@ -47,20 +50,6 @@ class Start:
     random: Any = None  # The random numbers as its loop began; None before that.
     position: Any = None  # The loader's, before its micro-batches (state/place.py).
     may_be_stepped: bool = False  # The caller steps, and may have done so.
-
-
-@dataclass(frozen=True)
-class RunMode:
-    """The way in which a window is run."""
-
-    hooks: Hooks | None = None  # None: those of the accumulator's extensions
-    is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
-    agrees: bool = False  # ranks agree before they reduce
-    # For the plan: whether no backward may reduce, and two numbers, of which the room that asks reads the largest.
-    measure: Callable[[Any], tuple[bool, tuple[int, int]]] | None = None
-
-
-LOOP = RunMode()
 
 
 @final
@@ -73,10 +62,9 @@ class Job:
             engine.run_backward = adapter.around(engine.run_backward)
         engine.adopt(given, config.max_norm, config.on_nonfinite)
         self.optimizers, self.schedulers, self.scaler = given.optimizers, given.schedulers, given.scaler
-        trains = any(parameter.requires_grad for parameter in self.engine.parameters())
-        self._is_frozen_stage = self.engine.pipeline is not None and not trains  # others step, with this one
-        # Otherwise the caller steps.
-        self.steps = bool(self.optimizers) or "step" in self.engine.owns or self._is_frozen_stage
+        self._trains = any(parameter.requires_grad for parameter in self.engine.parameters())
+        # Otherwise the caller steps. Where nothing is trained, as on a frozen stage, other ranks step alone.
+        self.steps = bool(self.optimizers) or "step" in self.engine.owns or not self._trains
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise the adapter's backward does
         self.last_hooks: list[Any] = []  # before steps of the optimizers, behind all other hooks (planner.py)
         self.epochs: list[int] = []  # last_epoch of each schedule after the last update
@@ -106,7 +94,6 @@ class Job:
         self.skipped = 0  # updates in a row
         self.due: list[Any] = []  # schedules that have yet to step for an update whose weights have moved
         self.start: Start | None = None  # of the window that is planned and not stepped, whoever holds it
-        self.num_contrasts = 0  # completed in this process
         self.unused: set[int] = set()  # ids of parameters without a gradient, as the last window left them
         # Its gradients must not leak into the next window if it is dropped; its loop is over, and no step came.
         self.holds_gradients = self.lacks_step = False
@@ -193,11 +180,6 @@ class Job:
                 "count=count_samples with a mesh whose ranks have parts of the same samples: each would count them "
                 "whole; use count_tokens, or a function of your own that counts this rank's part"
             )
-        if engine.pipeline is not None and not self.scales_seeds:
-            raise ValueError(
-                "accelerator with a pipeline's schedule, which runs forward and backward of its chunks itself; leave it"
-                " out"
-            )
         if not self.steps and (config.max_norm is not None or config.on_nonfinite == "skip"):
             raise ValueError(
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
@@ -217,7 +199,7 @@ class Job:
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
         owns_some = {*map(id, self._models_parameters)} & {*(self._owned or ())}
-        if self.optimizers and not owns_some and not self._is_frozen_stage:
+        if self.optimizers and self._trains and not owns_some:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete; for a parameter outside of modules, such as "

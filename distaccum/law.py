@@ -1,7 +1,7 @@
 """The law: shares, the plan of a window, and errors. It needs neither torch nor other ranks.
 
-Each rank reports its part of a window (`Reports`). The reports are merged to one, from which every rank makes the same
-`Plan`. Each micro-loss then has one known factor, its share, and nothing is corrected later.
+Each rank makes a `Plan` of its part of a window. These merge to one, the same on every rank. Each micro-loss then has
+one known factor, its share, and nothing is corrected later.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def all_or_none(failed: Sequence[object], error: Exception | None, message: str)
         raise DistaccumError(message.replace("{ranks}", ranks_where(failed)).replace("{why}", why))
 
 
+Counts = tuple[float, ...]  # denominators of one micro-batch, by name
 Reduction = Literal["mean", "sum", "sum_to_mean"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 Schedule = int | Callable[[int], int]  # a ramp is called with the update's index
@@ -102,29 +103,31 @@ class Span(NamedTuple):
     most: int
 
 
-class Reports(NamedTuple):
-    """The report of a rank on its part of a window, or of any number of ranks together.
+class Plan(NamedTuple):
+    """The knowledge of a rank, or of any number of them together, of a window before its first backward.
 
-    Travels as a row of floats (exact up to 2**53). Rows are merged in any order: the first `NUM_LARGEST` columns to
-    their largest value, the others to their sum.
+    Each rank makes one of its own part. They travel as rows of floats (exact up to 2**53) and merge to one, in any
+    order: the first `NUM_LARGEST` columns to their largest value, the others to their sum.
 
     Attributes:
         update, steps (Span): The update's index, and the micro-batches per rank that were requested; 0: any number.
         agrees (Span): `update()` runs the window: ranks agree before they reduce.
-        num_counted (Span): Micro-batches with a count above 0.
+        num_counted (Span): Micro-batches with a count above 0: the fewest and the most of a rank.
         stranded (Span): The ranks with neither a micro-batch nor one to stand in with: the first and the last.
         has_more (bool): Any rank's loader has not ended.
         lacks_terms, lacks_terms_in_last (bool): A micro-batch, or a rank's last one, has a named count of 0.
         failed (bool): A rank could not draw or count, and will raise.
         reduce_afterwards (bool): No backward may reduce: it is not known yet whether all ranks succeed.
         changed (bool): Parameters are others than those that ranks compared.
-        num_drawn (int): The most micro-batches that a rank drew or cut.
+        num_drawn (int): The most micro-batches that a rank drew or cut; 0: the epoch is over.
         measured (tuple): Two numbers that mean something to the room that runs the window: the largest of any rank.
         num_micro_batches (int): Micro-batches that count, of all ranks.
         apart (int): 0 if ranks with the same samples report the same (`meshes/ranks.py`).
         unlike (int): 0 if ranks with parts of the same samples count the same; of one rank alone, the fingerprint of
             its first micro-batch.
         totals (tuple): Denominators by name.
+        names (tuple): The losses' names; these and the next one do not travel.
+        num_here (int): This rank's micro-batches that count.
     """
 
     update: Span
@@ -144,28 +147,30 @@ class Reports(NamedTuple):
     apart: int = 0
     unlike: int = 0
     totals: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+    num_here: int = 0
 
     def to_row(self) -> list[float]:
         spans: Any = self[:NUM_SPANS]
         edges = [edge for least, most in spans for edge in (-least, most)]
-        place = MEASURED - NUM_SPANS
-        return [*edges, *self[NUM_SPANS:place], *self.measured, *self[place + 1 : -1], *self.totals]
+        return [*edges, *self[NUM_SPANS:MEASURED], *self.measured, *self[MEASURED + 1 : TOTALS], *self.totals]
 
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> Reports:
+    def merged(self, row: Sequence[float]) -> Plan:
+        """The plan of all ranks, whose rows were merged to `row`."""
         numbers: list[Any] = list(map(int, row[:NUM_COLUMNS]))
         spans = [Span(-numbers[i], numbers[i + 1]) for i in range(0, 2 * NUM_SPANS, 2)]
-        numbers[MEASURED:NUM_LARGEST] = [tuple(numbers[MEASURED:NUM_LARGEST])]
-        return cls._make([*spans, *numbers[2 * NUM_SPANS :], tuple(row[NUM_COLUMNS:])])
+        numbers[NUM_LARGEST - 2 : NUM_LARGEST] = [tuple(numbers[NUM_LARGEST - 2 : NUM_LARGEST])]
+        return Plan._make([*spans, *numbers[2 * NUM_SPANS :], tuple(row[NUM_COLUMNS:]), *self[TOTALS + 1 :]])
 
 
 # In place of the first and the last rank where there is none.
 NOBODY = Span(2**31, -1)
-NUM_SPANS = Reports._fields.index("has_more")
-# Columns of a row: the first of the two of `measured`, which are the last of those that merge to their largest.
-MEASURED = Reports._fields.index("measured") + NUM_SPANS
-NUM_LARGEST = MEASURED + 2
-NUM_COLUMNS = Reports._fields.index("totals") + 1 + NUM_SPANS
+NUM_SPANS = Plan._fields.index("has_more")
+MEASURED = Plan._fields.index("measured")
+TOTALS = Plan._fields.index("totals")
+# Columns of a row: those that merge to their largest, of which the two of `measured` are the last, and all but totals.
+NUM_LARGEST = MEASURED + NUM_SPANS + 2
+NUM_COLUMNS = TOTALS + 1 + NUM_SPANS
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
@@ -174,35 +179,14 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 }
 
 
-def refuse_to_differ(reports: Sequence[Reports]) -> None:
-    """Raises if the reports of all ranks, one of each, contradict each other; names a rank for each value."""
+def refuse_to_differ(plans: Sequence[Plan]) -> None:
+    """Raises if what all ranks report, in order, contradicts each other; names a rank for each value."""
     for name, (what, say, cure) in AGREED.items():
         ranks: dict[object, int] = {}
-        for rank, report in enumerate(reports):
-            ranks.setdefault(getattr(report, name).least, rank)
+        for rank, plan in enumerate(plans):
+            ranks.setdefault(getattr(plan, name).least, rank)
         if len(ranks) > 1:
             seen = ", ".join(f"rank {rank}: {say(value)}" for value, rank in ranks.items())
             raise DistaccumError(
                 f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
             )
-
-
-class Plan:
-    """Everything that all ranks know about a window before its first backward, derived from their reports."""
-
-    def __init__(self, names: Sequence[str], reports: Reports, num_here: int) -> None:
-        """`num_here`: this rank's micro-batches that count."""
-        must_agree = reports.update, reports.steps, reports.agrees
-        self.ranks_agree = all(span.least == span.most for span in must_agree)  # otherwise refuse_to_differ() raises
-        self.counts = dict(zip(names, map(as_int_if_whole, reports.totals), strict=True))  # the global denominators
-        self.num_here, self.num_micro_batches = num_here, reports.num_micro_batches  # here, and on all ranks
-        self.fewest, self.most = reports.num_counted  # micro-batches of a rank
-        self.is_empty = not (self.most and any(self.counts.values()))  # nothing counts, so there is no update
-        self.uneven, self.some_rank_is_dry = self.fewest != self.most, self.fewest == 0
-        self.all_terms = not reports.lacks_terms  # no rank leaves a loss term out of any backward
-        self.all_terms_in_last = not reports.lacks_terms_in_last  # or out of its last
-        self.stranded = None if reports.stranded == NOBODY else reports.stranded.least  # the first such rank
-        self.epoch_over, self.no_more_after = not reports.num_drawn, not reports.has_more
-        self.agrees = bool(reports.agrees.most)  # ranks agree before they reduce
-        self.reduce_afterwards = bool(reports.reduce_afterwards)  # after the last backward, when all have succeeded
-        self.measured = reports.measured  # by the room that runs the window, the largest of any rank

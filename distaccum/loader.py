@@ -15,7 +15,7 @@ from .batch import Batch, Columns, tensors_in
 from .batches import Batches, cut_up
 from .job import Job
 from .law import DistaccumError, all_or_none, steps_for, whole_number
-from .planning import Planner, local_part
+from .planning import Planner, counted
 from .private import own_version_of
 from .window import Window
 
@@ -60,14 +60,14 @@ def _windows(
     try:
         for adapter in job.adapters:
             left.enter_context(adapter.reading(loader, reading.is_in_last))
-        while not (window := reading.next_window()).plan.epoch_over:
+        while (window := reading.next_window()).plan.num_drawn:
             try:
                 yield window
             except GeneratorExit:
                 window.may_be_dropped = True
                 job.lacks_step = job.lacks_step and planner.window is not window
                 raise
-            if window.plan.no_more_after:
+            if not window.plan.has_more:
                 # Otherwise a step() that was forgotten on the last window would go unnoticed.
                 if planner.window is window:
                     planner.close_previous()
@@ -112,16 +112,17 @@ class Loader:
         planner, job = self._planner, self._job
         before = job.start
         planner.begin()
-        part = local_part(job, self._batches)
+        batches = counted(job, self._batches)
         if self._pass is not None:
             planner.place.start(self._pass)
-        if part.error is not None:
+        if batches.error is not None:
             self._use(0 if self._reader.drop_error(self._num) else self._num)
-            if self._communicates and not part.report.num_drawn:
+            if self._communicates and not batches.micro_batches:
                 # The others wait for this rank inside the loader, where no report of an error reaches them.
-                all_or_none((), part.take_error(), "")
-        window = planner.window_of(part, job.engine.peers.plan(part.report), pace=self.pace)
-        is_last = window.plan.no_more_after or window.plan.epoch_over
+                all_or_none((), batches.take_error(), "")
+        window = planner.window_of(batches, pace=self.pace)
+        is_over = not window.plan.num_drawn
+        is_last = is_over or not window.plan.has_more
         if planner.place is not None:
             planner.place.is_read = is_last
         self._use(self._num)
@@ -129,7 +130,7 @@ class Loader:
         if not self._num_ahead:
             # From here on the loop may write to the items.
             self._reader.settle_reuse()
-        if window.plan.epoch_over:
+        if is_over:
             job.start = before
         else:
             self._may_be_empty = True

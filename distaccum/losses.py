@@ -10,9 +10,8 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from .engines import Engine
-from .job import Counts, Job, Micro
-from .law import Reduction, share_of
+from .job import Job, Micro
+from .law import Counts, Reduction, share_of
 from .meshes.sharing import whole_loss
 from .norms import HALF, number_of
 from .ranks import Peers
@@ -31,27 +30,87 @@ CURES = {  # for options of torch's backward
 Loss = Tensor | float  # as recorded: a plain number if it is on the host, where reading it needs no wait
 
 
+class Terms:
+    """The losses of a window on this rank, for its record."""
+
+    noun = "loss"  # for what `first_nonfinite` names
+
+    def __init__(self, num_names: int) -> None:
+        self._num_names = num_names
+        self._terms: list[tuple[int, int, float, Loss]] = []  # micro-batch, name, share, loss
+
+    def add(self, number: int, name: int, share: float, loss: Tensor) -> None:
+        """Notes the loss of a micro-batch, and keeps its own copy: the caller may change it in place, or in a hook."""
+        own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
+        self._terms.append((number, name, share, own))
+
+    def totals(self) -> list[Loss]:
+        """The weighted losses by name; plain numbers if they are on the host."""
+        totals: list[Any] = [0.0] * self._num_names
+        on_device: dict[int, list[tuple[float, Tensor]]] = {}
+        for _, name, share, loss in self._terms:
+            if isinstance(loss, Tensor):
+                on_device.setdefault(name, []).append((share, loss))
+            else:
+                totals[name] += share * loss
+        for name, terms in on_device.items():
+            first, losses = terms[0][0], [loss for _, loss in terms]
+            if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
+                first, losses = 1.0, [loss * share for share, loss in terms]
+            total = torch.stack(losses).sum(dtype=_wide(losses[0].device)) * first
+            totals[name] = total + totals[name] if totals[name] else total
+        return totals
+
+    def values(self) -> list[tuple[int, Loss]]:
+        """The numbers of micro-batches, each with a value that is not finite if something in it is not."""
+        return [(number, loss) for number, _, _, loss in self._terms]
+
+    def why_else(self) -> str:
+        """The origin of NaN or infinity, if all these values are finite."""
+        return "every loss is finite, so it came up in a backward or in the reduction"
+
+    def clear(self) -> None:
+        """Frees the losses."""
+        self._terms = []
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+
+
+def stacked(losses: Sequence[Loss], device: torch.device) -> Tensor:
+    """Losses in one tensor on this device."""
+    dtype = _wide(device)
+    if not any(isinstance(loss, Tensor) for loss in losses):
+        return torch.tensor(losses, dtype=dtype, device=device)
+    return torch.stack([torch.as_tensor(loss, dtype=dtype, device=device).detach() for loss in losses])
+
+
 @final
 class Losses:
     """Gives each loss its share as the seed of backward, so that no factor enters the graph."""
 
     def __init__(
-        self, job: Job, reductions: Mapping[str, Reduction], totals: Mapping[str, float], device: torch.device
+        self,
+        job: Job,
+        reductions: Mapping[str, Reduction],
+        totals: Mapping[str, float],
+        device: torch.device,
+        terms: Terms,
     ) -> None:
-        self._names, self.reductions, self._totals = tuple(reductions), reductions, totals
+        self.reductions = reductions
+        self.terms = terms
+        self.engine = job.engine
+        self.device = device
+        self._names = tuple(reductions)
+        self._totals = totals
         self.has_several = len(self._names) > 1
-        self._engine, self._scaler, self._once, self._device = job.engine, job.scaler, job.once, device
+        self._scaler, self._once = job.scaler, job.once
         # Without a scaler the first loss of all is looked at. A caller who steps may have a scaler of his own.
         self._looks = job.steps and "scale" not in job.once.keys
         self._scales = job.scales_seeds  # otherwise an adapter's backward multiplies by the scaler's scale
-        self._wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-        self._terms: list[tuple[int, str, float, Loss]] = []  # micro-batch, name, share, loss
         self._shares: dict[Counts, float] = {}  # where there is one loss
         self._given: set[str] = set()  # names that had a loss in this micro-batch
-        # For contrast(): the loss over all pairs, the same on all ranks, with the fraction that this rank adds to the
-        # record; and the largest representation of each micro-batch.
-        self.of_pairs: tuple[Tensor, float] | None = None
-        self.largest: list[tuple[int, Loss]] | None = None
 
     def weigh(
         self, counts: Counts, micro: Micro | None, loss: Tensor | None, named: Mapping[str, Tensor | None]
@@ -61,13 +120,13 @@ class Losses:
             share = self._shares.get(counts)
             if share is None:
                 share = self._shares[counts] = self._share(0, counts) or 0.0
-            weighed, seed = self._weigh(micro, self._names[0], loss, share)
+            weighed, seed = self._weigh(micro, 0, loss, share)
             return (weighed,), (seed,)
         given = self._by_name(loss, named)
         self._given.update(given)
         # A loss without a count is left out, not multiplied by 0: a mean over nothing is NaN, and so is 0 times NaN.
         pairs = [
-            self._weigh(micro, name, given[name], share)
+            self._weigh(micro, i, given[name], share)
             for i, name in enumerate(self._names)
             if name in given and (share := self._share(i, counts)) is not None
         ]
@@ -79,9 +138,9 @@ class Losses:
         total = self._totals[name]
         # A stand-in may have a count for a name that has none in this window. Ranks that have parts of the same samples
         # run each backward together, even if nothing counts in their part.
-        if not total or not (n or self._engine.peers.has_parts):
+        if not total or not (n or self.engine.peers.has_parts):
             return None
-        return share_of(self.reductions[name], n, total, self._engine.divisor)
+        return share_of(self.reductions[name], n, total, self.engine.divisor)
 
     def _by_name(self, loss: Tensor | None, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         for name in named.keys() & CURES.keys() - set(self._names):
@@ -99,14 +158,14 @@ class Losses:
             raise ValueError(f"backward() got {unknown or 'no loss'}, expected losses by name, of {list(self._names)}")
         return given
 
-    def _weigh(self, micro: Micro | None, name: str, loss: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+    def _weigh(self, micro: Micro | None, name: int, loss: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
         """Notes a loss for the record; returns it, ready for backward, and its seed: a fill, which needs no wait."""
         if micro is None:
             share = 0.0
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
-            loss = whole_loss(loss, self._engine.peers.here if self._engine.peers.groups else ())
+            loss = whole_loss(loss, self.engine.peers.here if self.engine.peers.groups else ())
         scaler = self._scaler
         if scaler is not None or self._looks:
             if is_scaled(loss, scaler):
@@ -125,9 +184,7 @@ class Losses:
                 )
             loss = loss.float()
         if share and micro is not None:
-            # The record keeps its own copy, since the caller may change the loss in place, or in a hook.
-            own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
-            self._terms.append((micro.number, name, share, own))
+            self.terms.add(micro.number, name, share, loss)
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
@@ -138,70 +195,37 @@ class Losses:
         given, self._given = self._given, set()
         return [name for name, n in zip(self._names, counts, strict=True) if n and given and name not in given]
 
-    def totals(self) -> list[Loss]:
-        """This rank's weighted losses by name; plain numbers if they are on the host."""
-        if self.of_pairs is not None:
-            whole, part = self.of_pairs
-            return [whole.to(self._device, self._wide) * part]
-        totals: dict[str, Any] = dict.fromkeys(self._names, 0.0)
-        on_device: dict[str, list[tuple[float, Tensor]]] = {}
-        for _, name, share, loss in self._terms:
-            if isinstance(loss, Tensor):
-                on_device.setdefault(name, []).append((share, loss))
-            else:
-                totals[name] += share * loss
-        for name, terms in on_device.items():
-            first, losses = terms[0][0], [loss for _, loss in terms]
-            if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
-                first, losses = 1.0, [loss * share for share, loss in terms]
-            total = torch.stack(losses).sum(dtype=self._wide).to(self._device) * first
-            totals[name] = total + totals[name] if totals[name] else total
-        return list(totals.values())
-
     def sums(self) -> Tensor:
-        """Like `totals`, in one tensor on the device, which the ranks add up for the record."""
-        totals = self.totals()
-        if self._device.type == "cpu" and not any(isinstance(total, Tensor) for total in totals):
-            return torch.tensor(totals, dtype=self._wide, device=self._device)
-        return torch.stack([self._on_device(total) for total in totals])
+        """This rank's weighted losses by name, which the ranks add up for the record."""
+        return stacked(self.terms.totals(), self.device)
 
     def first_nonfinite(self) -> tuple[int, float] | None:
-        """The number of the first micro-batch with a loss (or representation) that is not finite, and its value."""
-        values = [(number, loss) for number, _, _, loss in self._terms] if self.largest is None else self.largest
+        """The number of the first micro-batch with a value that is not finite, and that value."""
+        values = self.terms.values()
         if not values:
             return None
-        read = torch.stack([self._on_device(value) for _, value in values]).tolist()  # waits for the device once
+        read = stacked([value for _, value in values], self.device).tolist()  # waits for the device once
         pairs = zip(values, read, strict=True)
         bad = [(number, value) for (number, _), value in pairs if not math.isfinite(value)]
         return min(bad, key=itemgetter(0), default=None)
-
-    def _on_device(self, loss: Loss) -> Tensor:
-        if isinstance(loss, Tensor):
-            return loss.detach().to(self._device, self._wide)
-        return torch.full((), loss, dtype=self._wide, device=self._device)
-
-    def clear(self) -> None:
-        """Frees the losses."""
-        self._terms, self.of_pairs, self.largest = [], None, None
 
 
 @final
 class Record:
     """Losses by name, numbers from extensions, and overflow flags, which the ranks sum in one collective at a step."""
 
-    def __init__(
-        self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None, engine: Engine
-    ) -> None:
+    def __init__(self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None) -> None:
         """Starts the sum; `flags`: overflows on this rank, or None without a scaler."""
         # Of the gradient before clipping, if the step took it; and whether the caller asked for it.
         self.norm: Tensor | float | None = None
         self.shows_norm = False
+        engine = losses.engine
         self._divisor = engine.divisor
         self.sums: dict[str, Tensor] = {}  # of the extensions' numbers, by key
         self._end_sum: Callable[[], None] | None = None
         self._losses: Tensor | list[Loss] = []
         if flags is None and engine.peers.is_alone and not numbers:
-            self._losses = losses.totals()
+            self._losses = losses.terms.totals()
             return
         own = losses.sums()
         pieces = [own, *(one.to(own) for one in numbers.values())]

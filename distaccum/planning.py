@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any, final
@@ -14,18 +13,17 @@ import torch
 from torch import Tensor
 
 from .agreement import compare
-from .batch import Count, count_samples, fresh
-from .batches import Batches, DrawFn, LocalPart, Pace
+from .batch import Count, count_samples
+from .batches import Batches, DrawFn, Pace
 from .batchnorm import warn_of_batchnorm
 from .guard import OPEN, OVER, Stage, refuse_copy, tell_count
-from .job import LOOP, Counts, Job, Micro, RunMode, Start
-from .law import NOBODY, DistaccumError, Plan, Reports, Span, all_or_none
+from .job import Job, Micro, Start
+from .law import NOBODY, Counts, DistaccumError, Plan, Span, all_or_none
 from .private import step_hooks_of
 from .text import in_short
-from .window import SUM, Window
+from .window import LOOP, RunMode, Window
 
 PLAIN = frozenset((int, float))
-SAMPLES: Mapping[str, Count] = {"samples": count_samples}
 
 
 @final
@@ -62,8 +60,7 @@ class Planner:
     def plan(self, draw: DrawFn, mode: RunMode = LOOP) -> Window:
         """Plans the window of the micro-batches that `draw` returns for the next update."""
         self.begin()
-        part = local_part(self.job, draw, mode)
-        return self.window_of(part, self.job.engine.peers.plan(part.report), mode)
+        return self.window_of(counted(self.job, draw, mode), mode)
 
     def begin(self) -> None:
         """Makes way for the next window."""
@@ -78,21 +75,18 @@ class Planner:
         if job.compared is None:
             compare(job)
 
-    def window_of(self, part: LocalPart, reports: Reports, mode: RunMode = LOOP, pace: Pace | None = None) -> Window:
-        """Makes the window from the merged reports; raises on all of them if one failed."""
+    def window_of(self, batches: Batches, mode: RunMode = LOOP, pace: Pace | None = None) -> Window:
+        """Makes the window of `batches` and those of the other ranks; raises on all of them if one failed."""
         job, peers, config = self.job, self.job.engine.peers, self.job.config
-        if reports.failed:
-            failed = peers.gather_objects(part.error and in_short(part.error), everyone=True)
+        plan = peers.plan(_plan_of(job, batches, mode), batches.micro_batches, config.counts.values())
+        if plan.failed:
+            failed = peers.gather_objects(batches.error and in_short(batches.error), everyone=True)
             why = "rank {ranks} could not plan this window ({why}); no gradient was touched"
-            all_or_none(failed, part.take_error(), why)
-        if reports.changed:
+            all_or_none(failed, batches.take_error(), why)
+        if plan.changed:
             compare(job)
-        plan = Plan(tuple(SUM if mode.is_sum else config.reductions), reports, len(part.micros))
-        is_shared = peers.shares_samples or peers.has_parts
-        if not plan.ranks_agree or (is_shared and peers.doubts(reports, config.counts.values())):
-            peers.compare(peers.gather_objects(part.report, everyone=True), config.counts.values())
-        window = Window(job, plan, part, mode, pace)
-        if plan.num_micro_batches > 1 and job.batchnorms and config.batchnorm == "warn" and not plan.is_empty:
+        window = Window(job, plan, batches, mode, pace)
+        if plan.num_micro_batches > 1 and job.batchnorms and config.batchnorm == "warn" and not window.is_empty:
             warn_of_batchnorm(job.batchnorms, job.once)
         for hook in job.last_hooks:
             hook.come_last()
@@ -173,72 +167,67 @@ def _guard_steps(planner: Planner) -> None:
         weakref.finalize(planner, hook.remove)
 
 
-def local_part(job: Job, draw: DrawFn, mode: RunMode = LOOP) -> LocalPart:
+def counted(job: Job, draw: DrawFn, mode: RunMode = LOOP) -> Batches:
     """Draws and counts the micro-batches of the next update; keeps an error until the other ranks have the report.
 
     Micro-batches that count nothing are left out, unless other ranks have parts of them.
     """
-    index = job.index
-    engine, peers, counts_of = job.engine, job.engine.peers, SAMPLES if mode.is_sum else job.config.counts
-    batches, error, fingerprint = Batches([]), None, 0
-    counts, pieces = list[Counts](), list[list[Counts]]()
+    engine, counts_of = job.engine, mode.counts or job.config.counts
+    batches = Batches([])
     try:
-        batches = draw(index)
-        if engine.pipeline is None:
-            counts = _counts_of(counts_of, batches.micro_batches, batches.lengths)
-            if "count" not in job.once.keys and batches.lengths is None and count_samples in counts_of.values():
-                tell_count(batches.micro_batches, job.once)
-        else:
-            pieces = engine.pipeline.count(batches.micro_batches, partial(_counts_of, counts_of))
-            counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
-        if peers.fingerprint is not None:
-            fingerprint = peers.fingerprint(batches.micro_batches)
-    except Exception as caught:
-        error = caught
-        peers.tell(caught)
-    micros = [
-        Micro(batch, own, number, pieces[number] if pieces else ())
-        for number, (batch, own) in enumerate(zip(batches.micro_batches, counts, strict=False))
-        if peers.has_parts or any(own)
-    ]
-    full = micros if peers.has_parts or len(counts_of) == 1 else [micro for micro in micros if all(micro.counts)]
+        batches = draw(job.index)
+        counts = engine.count(batches.micro_batches, partial(_counts_of, counts_of, batches.lengths))
+        if "count" not in job.once.keys and batches.lengths is None and count_samples in counts_of.values():
+            tell_count(batches.micro_batches, job.once)
+        batches.micros = [
+            Micro(batch, own, number)
+            for number, (batch, own) in enumerate(zip(batches.micro_batches, counts, strict=True))
+            if engine.peers.has_parts or any(own)
+        ]
+        if engine.lockstep and batches.micros:
+            full = [micro for micro in batches.micros if engine.peers.has_parts or all(micro.counts)]
+            batches.substitute = (full or batches.micros)[-1].to_replay(len(job.config.counts))
+    except Exception as error:
+        batches.error = error
+        engine.peers.tell(error)
+    return batches
+
+
+def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
+    """The plan of this rank's part of the next window."""
+    peers, micros, index, rank = job.engine.peers, batches.micros, job.index, job.engine.peers.rank
+    names = tuple(mode.counts or job.config.counts)
+    lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
-    report = Reports(
+    return Plan(
         update=Span(index, index),
         steps=Span(batches.steps, batches.steps),
         agrees=Span(mode.agrees, mode.agrees),
         num_counted=Span(len(micros), len(micros)),
-        stranded=NOBODY if micros or job.substitute else Span(peers.rank, peers.rank),
+        stranded=NOBODY if micros or job.substitute else Span(rank, rank),
         has_more=not batches.no_more_after,
-        lacks_terms=len(full) != len(micros),
-        lacks_terms_in_last=bool(micros) and (not full or full[-1] is not micros[-1]),
-        failed=error is not None,
-        reduce_afterwards=by_hand or engine.pipeline is not None,
+        lacks_terms=any(lacks),
+        lacks_terms_in_last=any(lacks[-1:]),
+        failed=batches.error is not None,
+        reduce_afterwards=by_hand,
         changed=not peers.is_alone and job.compared != job.trainable(),
         num_drawn=len(batches.micro_batches),
         measured=measured,
         num_micro_batches=len(micros),
-        unlike=fingerprint,
-        totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * len(counts_of),
+        totals=tuple(map(sum, zip(*(micro.counts for micro in micros), strict=True))) or (0.0,) * len(names),
+        names=names,
+        num_here=len(micros),
     )
-    try:
-        last = (full or micros)[-1] if micros and engine.lockstep else None
-        # A sum has one count, and its micro-batch may stand in where there are more.
-        names = len(job.config.counts) // len(counts_of)
-        substitute = last and replace(last, batch=fresh(last.batch), counts=last.counts * names)
-        return LocalPart(report, micros, substitute, error)
-    finally:
-        del error, batches  # or this frame and the error's traceback would keep each other
 
 
 def _counts_of(
-    counts_of: Mapping[str, Count], micro_batches: Sequence[Any], lengths: Sequence[int] | None = None
+    counts_of: Mapping[str, Count], lengths: Sequence[int] | None, micro_batches: Sequence[Any]
 ) -> list[Counts]:
     """Each micro-batch's denominators by name. Counts on a device are all read at once."""
     values: list[Any] = []
     for count in counts_of.values():
         # A batch that was cut knows its lengths.
-        known = lengths if count is count_samples else None
+        known = lengths if count is count_samples and len(lengths or ()) == len(micro_batches) else None
         values += known or [count(micro_batch) for micro_batch in micro_batches]
     rows = len(micro_batches)
     are_plain = PLAIN.issuperset(map(type, values))

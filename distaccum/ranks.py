@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .law import NUM_LARGEST, DistaccumError, LostRanksError, Reports, refuse_to_differ
+from .law import NUM_LARGEST, DistaccumError, LostRanksError, Plan, refuse_to_differ
 from .text import in_short
 
 # Errors of gloo, NCCL and their store when a rank is gone or late. Types do not tell: NCCL's is also that of misuse.
@@ -49,7 +49,6 @@ class Peers:
     shares_samples = has_parts = False
     stages: Groups = ()  # over which other ranks have other parameters, for the same samples
     beside: Groups = ()  # over which other ranks compute on the same samples, stages included
-    fingerprint: Callable[..., int] | None = None  # of micro-batches, if ranks compare theirs
     device: torch.device | None = None  # the model's
 
     def __init__(
@@ -71,25 +70,19 @@ class Peers:
         """The data-parallel group; None if this process is alone, or if they are several."""
         return self.groups[0] if len(self.groups) == 1 else None
 
-    def plan(self, report: Reports) -> Reports:
-        """Merges a window's reports of all ranks that take part in updates; all of them call it as a window begins."""
-        own = self.report_of(report)
+    def plan(self, own: Plan, micro_batches: Sequence[Any], counts: Iterable[Any]) -> Plan:
+        """Merges a window's plans of all ranks that take part in updates; all of them call it as a window begins.
+
+        Raises if they contradict each other; `counts`: of the job.
+        """
         if self.is_alone:
             return own
         columns = zip(*self._rows(own.to_row(), (*self.beside, *self.groups)).tolist(), strict=True)
-        return Reports.from_row([sum(one) if i >= NUM_LARGEST else max(one) for i, one in enumerate(columns)])
-
-    def report_of(self, report: Reports) -> Reports:
-        """This rank's report as it is merged with others."""
-        return report
-
-    def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
-        """Returns whether ranks with the same samples have to `compare` their reports; `counts`: of the job."""
-        return False
-
-    def compare(self, reports: Sequence[Reports], counts: Iterable[Any]) -> None:
-        """Raises if the reports of all that take part in updates contradict each other."""
-        refuse_to_differ(reports)
+        plan = own.merged([sum(one) if i >= NUM_LARGEST else max(one) for i, one in enumerate(columns)])
+        must_agree = plan.update, plan.steps, plan.agrees
+        if not plan.failed and any(span.least != span.most for span in must_agree):
+            refuse_to_differ(self.gather_objects(own, everyone=True))
+        return plan
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         """Groups the values of all that take part in updates: for each rank of the group, those of its samples."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, final
 
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
-from .batch import Batch, fresh
-from .batches import LocalPart, Pace
+from .batch import Batch, Count, fresh
+from .batches import Batches, Pace
 from .batchnorm import untouched_statistics
 from .engines.base import OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .guesses import Answering, refuse_arguments
-from .job import MOST_SKIPS, Counts, Job, Micro, RunMode, Start, few_of
-from .law import DistaccumError, Plan, Reduction
-from .losses import Losses, Record
+from .job import MOST_SKIPS, Hooks, Job, Micro, Start, few_of
+from .law import Counts, DistaccumError, Plan, Reduction, as_int_if_whole
+from .losses import Losses, Record, Terms
 from .parts import each_head, each_part
 from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, stamp_of_scale, unscale
@@ -30,7 +31,22 @@ Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
 STILL = "no weight changed between the window's loop and its step()"
 MOVES = "give the optimizer to the Accumulator, or call optimizer.step() right before window.step()"
-SUM: Mapping[str, Reduction] = {"samples": "sum"}
+
+
+@dataclass(frozen=True)
+class RunMode:
+    """The way in which a window is run; None: as the accumulator says."""
+
+    hooks: Hooks | None = None  # of extensions
+    counts: Mapping[str, Count] | None = None
+    reductions: Mapping[str, Reduction] | None = None
+    terms: Callable[[int], Terms] = Terms  # what makes the record of the losses
+    agrees: bool = False  # ranks agree before they reduce
+    # For the plan: whether no backward may reduce, and two numbers, of which the room that asks reads the largest.
+    measure: Callable[[Batches], tuple[bool, tuple[int, int]]] | None = None
+
+
+LOOP = RunMode()
 
 
 @final
@@ -55,23 +71,27 @@ class Window(Answering, Generic[Batch]):
             one, run again with a share of 0 and counted nowhere. A plain module and DDP never need one.
     """
 
-    def __init__(self, job: Job, plan: Plan, part: LocalPart, mode: RunMode, pace: Pace | None) -> None:
-        self.index, self.counts = job.index, dict(plan.counts)
+    def __init__(self, job: Job, plan: Plan, batches: Batches, mode: RunMode, pace: Pace | None) -> None:
+        self.index = job.index
+        self.counts = dict(zip(plan.names, map(as_int_if_whole, plan.totals), strict=True))
         # For use inside the library:
-        self.plan, self.micros, self.substitute = plan, part.micros, part.substitute or job.substitute
+        self.plan = plan
+        self.is_empty = not (plan.num_counted.most and any(plan.totals))  # nothing counts, so there is no update
+        self.micros = batches.micros
+        self.substitute = batches.substitute or job.substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()
-        reductions = SUM if mode.is_sum else job.config.reductions
-        self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
+        reductions = mode.reductions or job.config.reductions
+        self.losses = Losses(job, reductions, self.counts, self.parameters[0].device, mode.terms(len(reductions)))
         self.numbers: dict[str, Tensor] = {}  # from extensions, by key
         # Including stand-ins.
-        self.num_micro_steps, self._num_early = (0, 0) if plan.is_empty else job.engine.num_micro_steps(plan)
+        self.num_micro_steps, self._num_early = (0, 0) if self.is_empty else job.engine.num_micro_steps(plan)
         self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
         self.micro_step = -1  # the index of the current micro-batch
         self.at_work: Micro | None = None  # the current micro-batch; None while this rank stands in
         self.counts_here = Counts()  # of the current micro-batch
         self.has_more_parts = False  # parts() or heads() has items left
         self.may_be_dropped = False  # another window may discard this one without an error
-        self._job, self._engine, self._num_own = job, job.engine, len(part.micros)
+        self._job, self._engine, self._num_own = job, job.engine, len(self.micros)
         self._hooks = job.hooks if mode.hooks is None else mode.hooks
         self._pace = pace  # draws part of the next window
         self.start = job.start or Start()  # for use inside the library
@@ -143,12 +163,12 @@ class Window(Answering, Generic[Batch]):
             self.stand_in = False
             if self._tamper.differs():
                 give_up(self, TAMPERED)
-            if not self.plan.is_empty:
+            if not self.is_empty:
                 self._finish()
             self.start.may_be_stepped = not self._job.steps
             if not self._job.steps:
                 self._job.moves.look(self._job.stepped())
-            self.stage, self._job.lacks_step = Stage.COMPLETE, not self.plan.is_empty
+            self.stage, self._job.lacks_step = Stage.COMPLETE, not self.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
@@ -167,7 +187,7 @@ class Window(Answering, Generic[Batch]):
         try:
             if torch.is_inference_mode_enabled():  # tensors made there are read-only outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
-            if not self.plan.is_empty:
+            if not self.is_empty:
                 if engine.stale(self.parameters):
                     guard.clear_stale(engine, self.parameters, job.once)
                 engine.begin(self.plan, self.parameters)
@@ -288,7 +308,7 @@ class Window(Answering, Generic[Batch]):
         yield from each_head(self, self._job, self._start_backward, self._run, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
-        """Runs forward and backward of this micro-batch through a pipeline's schedule; call it on every stage.
+        """Runs forward and backward of this micro-batch through a schedule that does both; call it on every stage.
 
         Args:
             *inputs: The first stage's inputs; the other stages ignore them.
@@ -298,12 +318,10 @@ class Window(Answering, Generic[Batch]):
             The result of the schedule's `step()`: the outputs on the last stage, None on the others.
 
         Raises:
-            DistaccumError: The model is not a pipeline's schedule, or as in `backward()`.
+            DistaccumError: The model is no such schedule, or as in `backward()`.
         """
-        pipeline = self._engine.pipeline
-        if pipeline is None:
-            raise DistaccumError(f"run() with {self._engine.name}, whose forward is yours: window.backward(loss)")
-        return self._run(self._start_backward(), pipeline.run, self, inputs, options)
+        may_reduce = self._start_backward()
+        return self._run(may_reduce, self._engine.run, self.at_work, self.losses.weigh, inputs, options)
 
     # The update
 
@@ -373,15 +391,15 @@ class Window(Answering, Generic[Batch]):
     def _step(self) -> tuple[str | None, Record | None]:
         """Sums the record, judges, clips and steps; returns why not, the same on all ranks, and the record."""
         job, engine, scaler, config = self._job, self._engine, self._job.scaler, self._job.config
-        if self.plan.is_empty:
+        if self.is_empty:
             return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None
         if not job.steps:
-            record = Record(self.losses, self.numbers, None if scaler is None else [], engine)
+            record = Record(self.losses, self.numbers, None if scaler is None else [])
             record.wait()
             return None if job.moves.happened(job.stepped()) else STILL, record
         flags = None if scaler is None else unscale(scaler, job.optimizers, self._stamp)
         gradient = engine.gradient(job.trained or self.parameters)
-        record = Record(self.losses, self.numbers, flags, engine)
+        record = Record(self.losses, self.numbers, flags)
         try:
             reason = self._judge(gradient, record)
             if reason is None:
@@ -440,7 +458,7 @@ class Window(Answering, Generic[Batch]):
         if stage is Stage.STEPPED:
             self._engine.clear(self.parameters)
         self.micros, self.substitute, self.at_work, self.start.may_be_stepped = [], None, None, False
-        self.losses.clear()
+        self.losses.terms.clear()
         self._job.holds_gradients = False
 
     def _end(self, update: Update | None) -> None:

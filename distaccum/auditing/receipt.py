@@ -114,8 +114,6 @@ class Receipt(Extension):
     def join(self, job: Job) -> None:
         self._job, engine = job, job.engine
         why = engine.why_no_local_grad(job.stepped())
-        if engine.pipeline is not None and engine.pipeline.splits_backward:
-            why = "whose schedule runs backward for weights apart"
         if why or "step" in engine.owns:
             raise ValueError(
                 f"Receipt() with {engine.name}{'' if why is None else f', {why}'}: what autograd gives there, or the "

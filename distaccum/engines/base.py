@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..law import DistaccumError, Plan
+from ..law import NOBODY, Counts, DistaccumError, Plan
 from ..norms import HALF, multiply, number_of, unique, widest
 from ..options import Sync as Sync
 from ..private import norms_of, run_backward
@@ -182,7 +182,6 @@ class Engine:
         divisor (float): The number that the reduction divides by: that of ranks by default; set it to 1 if it sums.
         read_grad (Callable): Returns the gradient of one of `grad_leaves` since the window began. An extension that
             adds gradients up itself replaces it; then no backward may reduce.
-        pipeline: The schedule that runs the models; None: the caller runs their forward.
         run_backward (Callable): Runs autograd from tuples of losses and their seeds; Accelerate has its own.
         peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`, `largest`, `group`.
     """
@@ -206,7 +205,6 @@ class Engine:
         self.peers = group if isinstance(group, Peers) else Peers(group)
         self.peers.device = next((p.device for model in models for p in model.parameters()), None)
         self.divisor: float = self.peers.num_ranks
-        self.pipeline: Any = None
 
     def parameters(self) -> list[nn.Parameter]:
         """The models' parameters, each once: the tensors that hold gradients when a window is complete."""
@@ -217,27 +215,32 @@ class Engine:
 
     # A window
 
+    def count(self, micro_batches: Sequence[Any], counts_of: Callable[[Sequence[Any]], list[Counts]]) -> list[Counts]:
+        """The denominators of micro-batches by name; `counts_of` gives those of any list of batches."""
+        return counts_of(micro_batches)
+
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         """This rank's micro-steps, with stand-ins, and how many of the first reduce besides the last ("every").
 
         Raises, on all ranks, if this engine cannot run the plan.
         """
-        if plan.uneven and any(
+        fewest, most = plan.num_counted
+        if fewest != most and any(
             isinstance(module, nn.SyncBatchNorm) and module.training for m in self.models for module in m.modules()
         ):
             raise DistaccumError(
-                f"ranks have {plan.fewest} to {plan.most} micro-batches, and SyncBatchNorm communicates in each "
+                f"ranks have {fewest} to {most} micro-batches, and SyncBatchNorm communicates in each "
                 "forward: the ranks with more would wait for ever; give all ranks as many micro-batches, or freeze its "
                 "statistics with eval()"
             )
-        if self.lockstep and plan.stranded is not None:
+        if self.lockstep and plan.stranded != NOBODY:
             raise DistaccumError(
-                f"ranks have {plan.fewest} to {plan.most} micro-batches; under {self.name} each rank must run forward "
-                f"for the others to go on; rank {plan.stranded} has none from an earlier window to stand in with. Give "
-                "each rank a micro-batch in the first window"
+                f"ranks have {fewest} to {most} micro-batches; under {self.name} each rank must run forward "
+                f"for the others to go on; rank {plan.stranded.least} has none from an earlier window to stand in "
+                "with. Give each rank a micro-batch in the first window"
             )
-        steps, common = (plan.most, plan.most) if self.lockstep else (plan.num_here, plan.fewest)
-        return steps, common - 1 if self.sync == "every" else 0
+        common = most if self.lockstep else fewest
+        return most if self.lockstep else plan.num_here, common - 1 if self.sync == "every" else 0
 
     def will_reduce(self, reduce: bool) -> bool:
         """Returns whether a `backward` with this `reduce` communicates (then `update()` votes first)."""
@@ -250,10 +253,17 @@ class Engine:
         """Calls `run_backward` once, from scalar `losses`, weighted by `seeds`.
 
         `reduce`: it is this rank's last backward, or an early one, and may reduce the sum of all so far. It must not if
-        another rank has none (`plan.some_rank_is_dry`) or it is unknown whether all succeed (`plan.reduce_afterwards`):
-        then, or always, reduce in `finish`.
+        another rank has none (`plan.num_counted.least == 0`), or it is not known whether all succeed
+        (`plan.reduce_afterwards`): then, or always, reduce in `finish`.
         """
         self.run_backward(tuple(losses), tuple(seeds))
+
+    def run(self, micro: Any, weigh: Callable[..., Roots], inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Runs forward and backward of a micro-batch (None: of a stand-in), if the wrapper does both in one call.
+
+        `weigh`: gives losses and their seeds, as `Losses.weigh`.
+        """
+        raise DistaccumError(f"run() with {self.name}, whose forward is yours: window.backward(loss)")
 
     def with_earlier(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> Roots:
         """Roots and seeds of a trunk's reducing backward, with a root of gradient 0 for what only its heads used."""
@@ -332,9 +342,9 @@ class PlainEngine(Engine):
 
 def refuse_left_out_terms(plan: Plan, cure: str) -> None:
     """Raises if a loss is left out of a backward in which modules communicate."""
-    if not plan.all_terms:
+    if plan.lacks_terms:
         raise DistaccumError(
-            f"a micro-batch has a count of 0 for one of {list(plan.counts)}; its loss would be left out, and so "
+            f"a micro-batch has a count of 0 for one of {list(plan.names)}; its loss would be left out, and so "
             "would modules in this backward for which the other ranks wait; give each micro-batch a count above 0 "
             f"for each name{cure}"
         )

@@ -113,9 +113,9 @@ class DDPEngine(Engine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         others = [p for p in parameters if id(p) not in self._replicated_ids]
         self._by_hand = averaged(self, others) if others else []
-        whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
-        not_here = plan.reduce_afterwards or plan.some_rank_is_dry or self.read_grad is not GRAD
-        self._reduces = bool(self._plain) and whole and not not_here
+        lacks = plan.lacks_terms if self.sync == "every" else plan.lacks_terms_in_last
+        not_here = plan.reduce_afterwards or not plan.num_counted.least or self.read_grad is not GRAD
+        self._reduces = bool(self._plain) and not (lacks or not_here)
         apart = self._apart if self._reduces else self.wrappers
         self._by_hand += [p for wrapper in apart for p in self._covered[wrapper].values()]
         if self._zeroed and not self._reduces:
@@ -130,7 +130,7 @@ class DDPEngine(Engine):
             # used in another Accumulator's open window would count as used in this one. A rank may run fewer forwards
             # than others, or none, or fail in its first, so no forward may communicate.
             at_end = private.communicate_before_forward(wrapper)
-            private.hold_back(wrapper, sends_buffers=at_end and not (plan.some_rank_is_dry or plan.agrees))
+            private.hold_back(wrapper, sends_buffers=at_end and plan.num_counted.least > 0 and not plan.agrees.most)
 
     def will_reduce(self, reduce: bool) -> bool:
         return reduce and self._reduces

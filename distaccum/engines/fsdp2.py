@@ -153,8 +153,9 @@ class FullyShardEngine(Engine):
         # A loss may have brought more experts.
         self._cut_over_ranks(self._by_hand)
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
-        whole = plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
-        self._reduces = whole and not plan.reduce_afterwards
+        lacks = plan.lacks_terms_in_last if self._policy in ("last", "gathered") else plan.lacks_terms
+        self._reduces = not (lacks or plan.reduce_afterwards)
+        is_uneven = plan.num_counted.least != plan.num_counted.most
         self._reshards = [group.reshard_after_backward for group in self._groups]
         self._undo.callback(private.flags_of(self._states))
         for module in self._modules:
@@ -167,13 +168,13 @@ class FullyShardEngine(Engine):
                 group.post_forward_mesh_info = None
                 # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not
                 # there yet, and FSDP2 reduces those of earlier micro-steps, on ranks with some (with zeros, on all).
-                self._reduces &= not plan.uneven or group.reduce_scatter_unused_params
-        for module in self._modules if self._policy == "gathered" and plan.uneven else ():
+                self._reduces &= not is_uneven or group.reduce_scatter_unused_params
+        for module in self._modules if self._policy == "gathered" and is_uneven else ():
             self._undo.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
         partial = [group for group in self._groups if not group.reduce_scatter_unused_params]
         self._used_in = {p: 0 for group in partial for p in group.fsdp_params if p.sharded_param.requires_grad}
         self._stands_in = False
-        if plan.agrees and self._policy == "gathered":
+        if plan.agrees.most and self._policy == "gathered":
             for module in self._modules:
                 module.unshard()
 

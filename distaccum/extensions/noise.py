@@ -101,7 +101,7 @@ class NoiseScale(Extension):
                 "is a number of samples, or of tokens; give all losses one count and reduction, or leave it out"
             )
         why = engine.why_no_local_grad(job.stepped())
-        if engine.peers.has_parts or engine.pipeline is not None:
+        if engine.peers.has_parts or engine.peers.stages:
             why = "whose ranks have parts of the same samples; use data parallelism alone"
         if why is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")

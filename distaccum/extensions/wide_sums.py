@@ -42,8 +42,8 @@ class WideSums(Extension):
 
     def join(self, job: Job) -> None:
         engine = job.engine
-        if engine.pipeline is not None or "sums" in engine.owns:
-            what = "a pipeline's schedule" if engine.pipeline is not None else engine.name
+        if engine.peers.stages or "sums" in engine.owns:
+            what = "a pipeline's schedule" if engine.peers.stages else engine.name
             raise ValueError(
                 f"WideSums with {what}, which adds gradients up by itself; leave it out, and set the dtype there: "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32) of fully_shard, sync='every' with float32 parameters "

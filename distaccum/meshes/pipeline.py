@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batch import count_samples, cut_batch
-from ..law import DistaccumError
+from ..law import Counts, DistaccumError
 from . import private
 from .ranks import on_mesh
 
@@ -38,13 +38,17 @@ def _is_sharded(module: nn.Module) -> bool:
 class Pipeline:
     """The schedule, and the stages of the model on this rank."""
 
-    def __init__(self, models: Sequence[Any]) -> None:
+    def __init__(self, models: Sequence[Any], adapters: Sequence[Any] = ()) -> None:
         schedule = next(model for model in models if not isinstance(model, nn.Module))
         name = type(schedule).__name__
         if len(models) > 1:
             raise ValueError(
                 f"model holds a {name} and {len(models) - 1} more, expected the schedule alone; give what it does not "
                 "train an Accumulator of its own"
+            )
+        if any(adapter.scales_losses for adapter in adapters):
+            raise ValueError(
+                f"accelerator with a {name}, which runs forward and backward of its chunks itself; leave it out"
             )
         self._schedule, self._stages = schedule, private.stages_of(schedule)
         if schedule.scale_grads:
@@ -78,6 +82,7 @@ class Pipeline:
         self._options = {"finalize_gradients": False} if is_sharded else {}
         # The samples in each micro-batch, once a call has fixed them.
         self._length: int | None = None
+        self._counts: list[list[Counts]] = []  # of each micro-batch's chunks
 
     def join(self, engine: Any) -> None:
         """Turns `engine` into one for stages: nothing is reduced before the window's end."""
@@ -89,10 +94,14 @@ class Pipeline:
             raise ValueError(
                 f"sync={engine.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'"
             )
-        engine.pipeline, engine.policies, engine.run_backward = self, ("last",), self._refuse_backward
+        engine.policies = ("last",)
+        engine.count, engine.run, engine.run_backward = self.count, self.run, self._refuse_backward
+        begin = engine.begin
+        engine.begin = lambda plan, parameters: begin(plan._replace(reduce_afterwards=True), parameters)
         engine.peers = on_mesh(engine.peers)
         engine.peers.add_stages(self.group)
         if self.splits_backward:
+            engine.why_no_local_grad = lambda _: "whose schedule runs backward for weights apart"
             self._refuse_frozen_beginning(engine)
 
     def _refuse_frozen_beginning(self, engine: Any) -> None:
@@ -107,10 +116,11 @@ class Pipeline:
                 "none; use Schedule1F1B or ScheduleInterleaved1F1B"
             )
 
-    def count(self, micro_batches: Sequence[Any], counts_of: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
-        """The denominators of each micro-batch's chunks."""
+    def count(self, micro_batches: Sequence[Any], counts_of: Callable[[list[Any]], list[Counts]]) -> list[Counts]:
+        """The denominators of each micro-batch; keeps those of its chunks, which `run` weighs one by one."""
         counts = iter(counts_of([piece for pieces in self._pieces(micro_batches) for piece in pieces]))
-        return [[next(counts) for _ in range(self.num_chunks)] for _ in micro_batches]
+        self._counts = [[next(counts) for _ in range(self.num_chunks)] for _ in micro_batches]
+        return [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in self._counts]
 
     def _pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
         """The chunks that the schedule cuts each micro-batch into."""
@@ -137,7 +147,7 @@ class Pipeline:
             for one, length in zip(micro_batches, lengths, strict=True)
         ]
 
-    def run(self, window: Any, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    def run(self, micro: Any, weigh: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Runs all chunks through all stages, forward and backward; returns what the schedule returns."""
         if own := sorted(options.keys() & {"arg_mbs", "kwarg_mbs", "target_mbs", "losses"}):
             raise DistaccumError(
@@ -153,7 +163,7 @@ class Pipeline:
                 # The schedule would make DDP reduce.
                 if isinstance(stage.submod, DistributedDataParallel):
                     stage.submod = stage.submod.module
-            with private.weighing(self._schedule, partial(_weigh_chunk, window)):
+            with private.weighing(self._schedule, partial(self._weigh_chunk, micro, weigh)):
                 return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
         finally:
             for stage, module in zip(self._stages, self.modules, strict=True):
@@ -165,20 +175,14 @@ class Pipeline:
             "window.run(inputs, target=labels) on every stage"
         )
 
-    def refuse_closure(self, call: str) -> None:
-        raise DistaccumError(
-            f"{call}() takes a function that returns a loss, and a {type(self._schedule).__name__} runs forward and "
-            "backward itself; write the loop: for inputs, labels in window: window.run(inputs, target=labels)"
-        )
-
-
-def _weigh_chunk(window: Any, piece: int, take_loss: Callable[[], Any]) -> Tensor | None:
-    """The loss of a chunk times its share, because a schedule gives backward no seed; None if nothing in it counts."""
-    micro = window.at_work
-    counts = () if micro is None else micro.pieces[piece]
-    if not any(counts):
-        return None
-    loss = take_loss()
-    named = loss if isinstance(loss, Mapping) else {}
-    losses, seeds = window.losses.weigh(counts, micro, None if named else loss, named)
-    return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
+    def _weigh_chunk(
+        self, micro: Any, weigh: Callable[..., Any], piece: int, take_loss: Callable[[], Any]
+    ) -> Tensor | None:
+        """The loss of a chunk times its share, as a schedule gives backward no seed; None if nothing in it counts."""
+        counts = () if micro is None else self._counts[micro.number][piece]
+        if not any(counts):
+            return None
+        loss = take_loss()
+        named = loss if isinstance(loss, Mapping) else {}
+        losses, seeds = weigh(counts, micro, None if named else loss, named)
+        return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..batch import TokenCount, tensors_in
-from ..law import DistaccumError, Reports
+from ..law import DistaccumError, Plan
 from ..ranks import Groups, Peers, Value
 
 # Fields of a report that must be equal on ranks that share their samples, and how an error describes their values.
@@ -46,7 +46,6 @@ class MeshPeers(Peers):
         self.sharing, self.parts, self.num_data_ranks = sharing, parts, len(parts)
         self.is_alone = len(sharing) == len(sharing[0]) == 1
         self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
-        self.fingerprint = _fingerprint if self.shares_samples or self.has_parts else None
         self.ranks, self._order = _all_of(sharing), []
 
     def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
@@ -70,31 +69,39 @@ class MeshPeers(Peers):
         # The rows come by data-parallel rank, and each has those that compute on its samples.
         self._take([sorted(next(of for of in every if rank in of)) for rank in self.here], self.parts)
 
-    def report_of(self, report: Reports) -> Reports:
-        """Lets one rank alone add up the samples that it shares; the numbers of ranks that say the same add up to 0."""
-        sharing, apart, unlike = self.sharing[self.rank], 0, 0
+    def plan(self, own: Plan, micro_batches: Sequence[Any], counts: Iterable[Any]) -> Plan:
+        """Merges plans, in which a rank alone adds up the samples that it shares.
+
+        Raises if ranks do not go through the samples that they share together, or count them twice.
+        """
+        if not (self.shares_samples or self.has_parts):
+            return super().plan(own, micro_batches, counts)
+        sharing = self.sharing[self.rank]
+        own = own._replace(unlike=0 if own.failed else _fingerprint(micro_batches))
+        # Numbers of ranks that say the same add up to 0.
+        apart = unlike = 0
         if self.shares_samples:
-            apart = _told([getattr(report, name) for name in ALIKE], sharing, self.global_rank)
+            apart = _told([getattr(own, name) for name in ALIKE], sharing, self.global_rank)
         if self.has_parts:
             parts = next(ranks for ranks in self.parts if self.rank in ranks)
-            apart += _told(report.num_drawn, parts, self.rank)
-            unlike = _told((report.unlike, report.totals), parts, self.rank)
+            apart += _told(own.num_drawn, parts, self.rank)
+            unlike = _told((own.unlike, own.totals), parts, self.rank)
+        sent = own._replace(apart=apart, unlike=unlike)
         if self.shares_samples and self.global_rank != sharing[0]:
-            report = report._replace(num_micro_batches=0, totals=(0.0,) * len(report.totals))
-        return report._replace(apart=apart, unlike=unlike)
+            sent = sent._replace(num_micro_batches=0, totals=(0.0,) * len(own.totals))
+        plan = super().plan(sent, micro_batches, counts)
+        counts_tokens = any(isinstance(one, TokenCount) for one in counts)
+        # The caller's own count may count this rank's part alone. If one batch was cut too little, all are.
+        if not plan.failed and (plan.apart or (self.has_parts and not plan.unlike and counts_tokens)):
+            self._compare(self.gather_objects(own, everyone=True), counts_tokens)
+        return plan
 
-    def doubts(self, reports: Reports, counts: Iterable[Any]) -> bool:
-        # If one batch was cut too little, all are.
-        return bool(reports.apart) or (self.has_parts and not reports.unlike and _counts_tokens(counts))
-
-    def compare(self, reports: Sequence[Reports], counts: Iterable[Any]) -> None:
-        """Raises if ranks do not go through the samples that they share together, or count them twice."""
-        super().compare(reports, counts)
-        of_sets = self.by_samples(reports)
+    def _compare(self, plans: Sequence[Plan], counts_tokens: bool) -> None:
+        of_sets = self.by_samples(plans)
         for ranks, of_set in zip(self.sharing, of_sets, strict=True):
             _refuse_unlike(ranks, of_set)
         for ranks in self.parts if self.has_parts else ():
-            _refuse_unlike_parts(ranks, [of_sets[rank][0] for rank in ranks], _counts_tokens(counts))
+            _refuse_unlike_parts(ranks, [of_sets[rank][0] for rank in ranks], counts_tokens)
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         if not self.shares_samples:
@@ -131,15 +138,10 @@ def _told(said: object, ranks: Sequence[int], rank: int) -> int:
     return (len(ranks) - 1) * number if rank == ranks[0] else -number
 
 
-def _counts_tokens(counts: Iterable[Any]) -> bool:
-    # The caller's own count may count this rank's part alone.
-    return any(isinstance(one, TokenCount) for one in counts)
-
-
-def _refuse_unlike(ranks: Sequence[int], reports: Sequence[Reports]) -> None:
+def _refuse_unlike(ranks: Sequence[int], plans: Sequence[Plan]) -> None:
     """Raises if ranks that share their samples report other ones."""
     for name, seen in ALIKE.items():
-        values = [getattr(one, name) for one in reports]
+        values = [getattr(one, name) for one in plans]
         if len(set(values)) > 1:
             raise DistaccumError(
                 f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(values)}; give "
@@ -147,16 +149,16 @@ def _refuse_unlike(ranks: Sequence[int], reports: Sequence[Reports]) -> None:
             )
 
 
-def _refuse_unlike_parts(ranks: Sequence[int], reports: Sequence[Reports], counts_tokens: bool) -> None:
-    drawn, seen = [one.num_drawn for one in reports], f"ranks {list(ranks)} of the group have parts of the same samples"
+def _refuse_unlike_parts(ranks: Sequence[int], plans: Sequence[Plan], counts_tokens: bool) -> None:
+    drawn, seen = [one.num_drawn for one in plans], f"ranks {list(ranks)} of the group have parts of the same samples"
     if len(set(drawn)) > 1:
         raise DistaccumError(
             f"{seen}, and have {drawn} micro-batches; give each of them its part of every micro-batch, also one in "
             "which nothing counts"
         )
-    if drawn[0] and counts_tokens and len({(one.unlike, one.totals) for one in reports}) == 1:
+    if drawn[0] and counts_tokens and len({(one.unlike, one.totals) for one in plans}) == 1:
         raise DistaccumError(
-            f"{seen}, and each counted the same whole labels ({list(reports[0].totals)}), so that all are counted "
+            f"{seen}, and each counted the same whole labels ({list(plans[0].totals)}), so that all are counted "
             f"{len(ranks)} times; cut them before the window; or, where the criterion sums, divide: "
             f"count=lambda batch: tokens(batch) / {len(ranks)}, with tokens = count_tokens(...)"
         )

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import Batch, Columns, fresh
 from ..batches import cut_up
-from ..job import Job, RunMode
+from ..job import Job
 from ..law import DistaccumError
-from ..losses import refuse_loss
-from ..norms import HALF
+from ..losses import Loss, Terms, refuse_loss
+from ..norms import HALF, widest
 from ..planning import Planner
 from ..ranks import Peers
 from ..state.randomness import random_devices, random_state, set_random_state, set_seed
 from ..text import in_short, ranks_where
 from ..update import Update
 from ..window import Window
-from .memory import PROOFS, is_out_of_memory
-from .update import Agreement, Snapshot, refuse_closure, retry
+from .memory import fit_of, is_out_of_memory
+from .update import SUM_OF_SAMPLES, Agreement, Snapshot, refuse_closure, retry
 
 Encode = Callable[[Batch], Tensor | Sequence[Tensor]]
 PairsLoss = Callable[..., Tensor]
@@ -44,16 +45,43 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
     refuse_closure(job.engine, "contrast")
     extensions = [extension for extension in job.extensions if extension.in_contrast]
     draw = cut_up(batch, job, columns, in_order=True)
-    update = retry(planner, extensions, draw, RunMode(is_sum=True), partial(_run_contrast, job, encode, loss_fn))
-    job.num_contrasts += 1
-    return update
+    run = partial(_run_contrast, job, encode, loss_fn)
+    return retry(planner, extensions, draw, replace(SUM_OF_SAMPLES, terms=PairTerms), run)
+
+
+@final
+class PairTerms(Terms):
+    """Records one loss over all pairs, the same on all ranks, in place of what micro-batches run backward from."""
+
+    noun = "largest representation"
+
+    def take(self, loss: Tensor, part: float, largest: list[tuple[int, Loss]]) -> None:
+        """`part`: the fraction that this rank adds to the record; `largest`: of each micro-batch's representations."""
+        self._loss, self._part, self._largest = loss, part, largest
+
+    def add(self, number: int, name: int, share: float, loss: Tensor) -> None:
+        pass
+
+    def totals(self) -> list[Loss]:
+        return [widest(self._loss) * self._part]
+
+    def values(self) -> list[tuple[int, Loss]]:
+        return self._largest
+
+    def why_else(self) -> str:
+        if self._loss.isfinite():
+            return super().why_else()
+        return f"the loss over all pairs is {float(self._loss)}, of representations that are all finite"
+
+    def clear(self) -> None:
+        self.take(torch.zeros(()), 0.0, [])
 
 
 def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement: Agreement) -> None:
     engine = job.engine
     peers = job.engine.peers
     window.begin()
-    if window.plan.is_empty:
+    if window.is_empty:
         # Its loop completes it.
         list(window)
         return
@@ -70,16 +98,17 @@ def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, 
     # The loss draws the same on all ranks.
     set_seed((seed + GOLDEN * (window.index + 1)) % 2**63)
     loss, gradients, of_parameters = _differentiate(job, loss_fn, everyone, scale, window)
-    window.losses.of_pairs = loss, engine.divisor / peers.num_ranks
-    window.losses.largest = [
+    largest: list[tuple[int, Loss]] = [
         (micro.number, tensor.detach().abs().max())
         for micro, part in zip(window.micros, encoded, strict=True)
         for tensor in part
         if _has_gradient(tensor) and tensor.numel()
     ]
+    terms: Any = window.losses.terms
+    terms.take(loss, engine.divisor / peers.num_ranks, largest)
     carried = [(p, g / window.plan.num_micro_batches) for p, g in of_parameters if not hasattr(p, "to_local")]
-    # Checking that encode returns the same again costs a read on the host, so only the first windows do it.
-    verifies = job.num_contrasts < PROOFS
+    # Checking that encode returns the same again costs a read on the host, so windows of a proven size do not.
+    verifies = not fit_of(job).is_proven(*window.plan.measured)
     differences = list[Tensor]()
     set_random_state(before.random)
     for micro_batch in window:

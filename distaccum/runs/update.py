@@ -10,20 +10,21 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..batch import Batch, Columns
+from ..batch import Batch, Columns, count_samples
 from ..batches import DrawFn, cut_up
 from ..engines import Engine
 from ..extension import Extension, hooks_of
 from ..guard import NonfiniteError, Stage
-from ..job import LOOP, RunMode
 from ..law import DistaccumError, LostRanksError, all_or_none
 from ..planning import Planner
 from ..state.randomness import random_devices, random_state, set_random_state
 from ..text import in_short, ranks_where
 from ..update import Update
-from ..window import Window
+from ..window import LOOP, RunMode, Window
 from .memory import fit_of, free, is_out_of_memory, measure
 
+# Without the accumulator's reductions and counts.
+SUM_OF_SAMPLES = RunMode(counts={"samples": count_samples}, reductions={"samples": "sum"})
 LossFn = Callable[[Batch], Tensor | Mapping[str, Tensor]]
 
 
@@ -106,8 +107,11 @@ def run_all(window: Window, loss_fn: LossFn) -> None:
 
 def refuse_closure(engine: Engine, call: str) -> None:
     """Raises if `call`, which takes a function of the caller, cannot run it."""
-    if engine.pipeline is not None:
-        engine.pipeline.refuse_closure(call)
+    if engine.peers.stages:
+        raise DistaccumError(
+            f"{call}() takes a function that returns a loss, and a pipeline's schedule runs forward and backward "
+            "itself; write the loop: for inputs, labels in window: window.run(inputs, target=labels)"
+        )
     # Only update() can do without whole samples.
     if call != "update" and engine.peers.has_parts:
         raise DistaccumError(
@@ -154,7 +158,7 @@ def retry(
                 raise
             _settle(planner, window, agreement, error)
         else:
-            fit_of(job).succeeded(*window.plan.measured, parts=window.plan.most)
+            fit_of(job).succeeded(*window.plan.measured, parts=window.plan.num_counted.most)
             return update
         free()
 

@@ -46,7 +46,7 @@ class RandomNumbers(Extension):
 
     def begin(self, window: Window) -> None:
         """Keeps the numbers before the first forward; the window's data are drawn, which may have drawn some too."""
-        if window.plan.is_empty:
+        if window.is_empty:
             return
         self.put_back()
         # They are looked up once: a large model has thousands of tensors.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import DistaccumError
-from distaccum.law import NOBODY, NUM_LARGEST, Plan, Reports, Span
+from distaccum.law import NOBODY, NUM_LARGEST, Plan, Span
 from distaccum.ranks import Peers
 from tests.core.test_feed import Leaving
 from tests.support.ranks import on_ranks
@@ -23,7 +23,7 @@ flags, numbers = st.booleans(), st.integers(0, 2**31)
 spans = numbers.map(lambda number: Span(number, number))
 totals = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
 fields = [*[spans] * 4, st.just(NOBODY), *[flags] * 6, numbers, st.tuples(numbers, numbers), numbers]
-reports = st.builds(Reports, *fields, st.just(0), st.just(0), totals=totals)
+plans = st.builds(Plan, *fields, st.just(0), st.just(0), totals=totals, names=st.just(("a", "b")))
 
 
 def merged(rows: list[list[float]]) -> list[float]:
@@ -31,38 +31,39 @@ def merged(rows: list[list[float]]) -> list[float]:
     return [*map(max, columns[:NUM_LARGEST]), *map(sum, columns[NUM_LARGEST:])]
 
 
-@given(st.lists(st.tuples(reports, flags), min_size=1, max_size=9), st.integers(1, 9))
-def test_merged_reports_are_a_report_however_they_are_grouped(drawn, size):
-    given = [report._replace(num_micro_batches=report.num_counted.most) for report, _ in drawn]
+@given(st.lists(st.tuples(plans, flags), min_size=1, max_size=9), st.integers(1, 9))
+def test_merged_plans_are_a_plan_however_they_are_grouped(drawn, size):
+    given = [plan._replace(num_micro_batches=plan.num_counted.most) for plan, _ in drawn]
     stranded = [rank for rank, (_, is_stranded) in enumerate(drawn) if is_stranded]
     given = [one._replace(stranded=Span(rank, rank)) if rank in stranded else one for rank, one in enumerate(given)]
-    rows = [report.to_row() for report in given]
-    assert [*map(Reports.from_row, rows)] == given
-    whole = Reports.from_row(merged(rows))
+    rows = [plan.to_row() for plan in given]
+    assert [plan.merged(row) for plan, row in zip(given, rows, strict=True)] == given
+    plan = given[0].merged(merged(rows))
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-    assert Reports.from_row(merged([merged(group) for group in groups][::-1])) == whole
+    assert given[0].merged(merged([merged(group) for group in groups][::-1])) == plan
 
-    plan = Plan(["a", "b"], whole, given[0].num_micro_batches)
-    counted = [report.num_micro_batches for report in given]
-    assert (plan.fewest, plan.most, plan.num_micro_batches) == (min(counted), max(counted), sum(counted))
-    assert plan.counts == {"a": sum(one.totals[0] for one in given), "b": sum(one.totals[1] for one in given)}
-    assert plan.no_more_after == (not any(report.has_more for report in given))
-    assert plan.all_terms == (not any(report.lacks_terms for report in given))
-    assert plan.stranded == (stranded[0] if stranded else None)
-    agreed = [{getattr(one, name) for one in given} for name in ("update", "steps", "agrees")]
-    assert plan.ranks_agree == all(len(values) == 1 for values in agreed)
+    counted = [own.num_micro_batches for own in given]
+    assert (*plan.num_counted, plan.num_micro_batches) == (min(counted), max(counted), sum(counted))
+    assert plan.totals == tuple(map(sum, zip(*(own.totals for own in given), strict=True)))
+    assert plan.has_more == any(own.has_more for own in given)
+    assert plan.lacks_terms == any(own.lacks_terms for own in given)
+    assert plan.stranded == (Span(stranded[0], stranded[-1]) if stranded else NOBODY)
+    for name in ("update", "steps", "agrees"):
+        least, most = getattr(plan, name)
+        assert (least == most) == (len({getattr(own, name) for own in given}) == 1)
 
 
-def test_plan_of_thousands_of_reports_costs_as_much_as_of_one():
-    report = Reports(*[Span(n, n) for n in (7, 2, 0, 2)], NOBODY, *[False] * 6, 2, (0, 0), 2, totals=(4.0,))
-    rows = torch.tensor([report.to_row()] * 4096, dtype=torch.float64)
+def test_plan_of_thousands_of_ranks_costs_as_much_as_of_one():
+    spans = [Span(n, n) for n in (7, 2, 0, 2)]
+    own = Plan(*spans, NOBODY, *[False] * 6, 2, (0, 0), 2, totals=(4.0,), names=("samples",))
+    rows = torch.tensor([own.to_row()] * 4096, dtype=torch.float64)
     row = [*rows[:, :NUM_LARGEST].amax(0).tolist(), *rows[:, NUM_LARGEST:].sum(0).tolist()]
     times = []
     for _ in range(50):
         begun = time.perf_counter()
-        plan = Plan(["samples"], Reports.from_row(row), 2)
+        plan = own.merged(row)
         times.append(time.perf_counter() - begun)
-    assert plan.counts == {"samples": 4 * 4096}
+    assert plan.totals == (4 * 4096,)
     assert min(times) < 1e-4
 
 

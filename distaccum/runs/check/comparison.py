@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -31,12 +31,12 @@ from ...batch import (
 )
 from ...batches import Batches, DrawFn, cut_up
 from ...batchnorm import KINDS
-from ...job import RunMode
 from ...law import DistaccumError, all_or_none
 from ...norms import local
 from ...planning import Planner
 from ...text import in_short
-from ..update import LossFn, Snapshot, run_all
+from ...window import LOOP
+from ..update import SUM_OF_SAMPLES, LossFn, Snapshot, run_all
 
 # The largest error that rounding explains, by dtype; others are half precision, and have 5e-2.
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -170,7 +170,8 @@ class Comparison:
         if restore:
             self.before.restore()
         is_bare = name is not None
-        window = self._trial.plan(draw, RunMode(is_sum=is_bare, measure=lambda _: (is_bare, (0, 0))))
+        mode = SUM_OF_SAMPLES if is_bare else LOOP
+        window = self._trial.plan(draw, replace(mode, measure=lambda _: (is_bare, (0, 0))))
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()
