@@ -137,7 +137,8 @@ class Accumulator(Answering):
         return self.__dict__
 
     def __repr__(self) -> str:
-        job, names = self._planner.job, ("steps", "batch_size", "micro_batch_size", "sync")
+        job = self._planner.job
+        names = "steps", "batch_size", "micro_batch_size", "sync"
         given = {name: getattr(self._config, name) for name in names}
         options = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
         ranks = plural(job.engine.peers.num_ranks, "rank")

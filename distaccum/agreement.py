@@ -78,7 +78,8 @@ def heard_by_all() -> Iterator[None]:
 @contextmanager
 def _all_coming(ranks: Sequence[int]) -> Iterator[None]:
     """A block to which all of `ranks` shall come; if it fails and some did not, the error names them."""
-    place = f"distaccum/{crc32(repr(ranks).encode())}"
+    number = crc32(repr(ranks).encode())
+    place = f"distaccum/{number}"
     rank = dist.get_rank()
     times = 0
     with suppress(*NO_STORE):
@@ -125,11 +126,13 @@ def _subjects(job: Job) -> Subjects:
             where = f"in group {i} of {_kind(optimizer)}"
             shared[f"the number of parameters {where}"] = len(group["params"])
             shared |= {f"{name} {where}": value for name, value in group.items() if isinstance(value, COMPARABLE)}
-    names, parameters = names_of(engine.models), job.parameters()
+    names = names_of(engine.models)
+    parameters = job.parameters()
     cuts = engine.gradient(parameters).cuts
     numbers = _sums_and_norms([local(parameter.detach()) for parameter in parameters])
     # The ranks of a group have the same of what is whole, and those at the same places the same parts of the rest.
-    whole, parts = Values(), Values()
+    whole = Values()
+    parts = Values()
     for i, (parameter, groups, pair) in enumerate(zip(parameters, cuts, numbers, strict=True)):
         name = names.get(id(parameter))
         shape = "" if groups and not hasattr(parameter, "to_local") else f" of shape {list(parameter.shape)}"

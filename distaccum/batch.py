@@ -317,7 +317,8 @@ def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[KeyPath, boo
     entries = {}
     for path, item, lengths in each_entry(batch, whole, length):
         entries[path] = length in lengths
-        name, kind = str(path[-1]) if path else "", ""
+        name = str(path[-1]) if path else ""
+        kind = ""
         if isinstance(item, Tensor) and item.is_nested:
             kind = "a nested tensor, whose samples differ in length"
         elif isinstance(item, Tensor) and entries[path] and item.layout is not torch.strided:

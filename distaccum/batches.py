@@ -31,7 +31,10 @@ class Batches:
 
     def take_error(self) -> Exception | None:
         """Returns the error, and drops it together with the micro-batches, which its traceback would keep alive."""
-        error, self.error, self.micros, self.micro_batches = self.error, None, [], []
+        error = self.error
+        self.error = None
+        self.micros = []
+        self.micro_batches = []
         return error
 
 
@@ -45,7 +48,9 @@ def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: 
     """Cuts a batch into as few parts as fit, or `steps`, but at least `parts`; `in_order` even if cut by cost."""
 
     def draw(index: int) -> Batches:
-        total, most, by = columns.length_of(batch), job.most, job.config.by_cost
+        total = columns.length_of(batch)
+        most = job.most
+        by = job.config.by_cost
         if by is not None:
             batches = Batches(*by.cut(batch, total, most, parts, columns.whole, job.once, in_order=in_order))
         else:

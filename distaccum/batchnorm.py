@@ -81,5 +81,6 @@ def _groupnorm_like(layer: Any, per_group: int) -> nn.GroupNorm:
     groups = math.gcd(channels, max(1, channels // per_group))
     made = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
-        made.weight, made.bias = layer.weight, layer.bias
+        made.weight = layer.weight
+        made.bias = layer.bias
     return made.train(layer.training)

@@ -98,7 +98,8 @@ def join_all(extensions: Sequence[Extension], job: Job, first: Extension) -> Non
         if type(extension).judge is not Extension.judge:
             _refuse_judge(extension, job)
         extension.join(job)
-    job.extensions, job.hooks = tuple(extensions), hooks_of(every)
+    job.extensions = tuple(extensions)
+    job.hooks = hooks_of(every)
 
 
 def _refuse_judge(extension: Extension, job: Job) -> None:

@@ -157,9 +157,10 @@ def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
     entries = entries_of(micro_batches[0])
     names = [name for name, value in entries.items() if is_array(value) and not len(value.shape)]
     if names:
+        length = count_samples(micro_batches[0])
         warn(
             f"entry {names[0]!r} of a micro-batch has no dimension, and the others count as "
-            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one "
+            f"{length} samples, the length of their first one; if each micro-batch is one "
             "sample, pass count=lambda batch: 1 to the Accumulator, and otherwise a count= that says how many it has"
         )
 
@@ -173,7 +174,8 @@ def refuse_untrained(window: AnyWindow, job: Job) -> None:
     groups = job.groups if job.optimizers else [known]
     # Where a parameter is cut, this rank's part may be empty, and has no gradient.
     idle = [all(p.grad is None and p.numel() for p in group) for group in groups]
-    ids, names = {*map(id, known)}, names_of(engine.models)
+    ids = {*map(id, known)}
+    names = names_of(engine.models)
     trained = [(names.get(id(p), "?"), p) for p in engine.parameters() if p.requires_grad]
     new = [name for name, p in trained if id(p) not in ids]
     # A loss that counts nothing in this window may be the only one of an optimizer.

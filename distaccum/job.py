@@ -57,7 +57,10 @@ class Job:
     """Everything that the windows of an Accumulator share."""
 
     def __init__(self, config: Config, given: Prepared, engine: Engine) -> None:
-        self.config, self.adapters, self.engine, self.models = config, given.adapters, engine, list(engine.models)
+        self.config = config
+        self.adapters = given.adapters
+        self.engine = engine
+        self.models = list(engine.models)
         for adapter in self.adapters:
             engine.run_backward = adapter.around(engine.run_backward)
         engine.adopt(given, config.max_norm, config.on_nonfinite)
@@ -129,7 +132,8 @@ class Job:
         owned = [id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
         if owned != self._owned:  # ids are not reused, since self.groups keeps the parameters
             groups = [[p for group in one.param_groups for p in group["params"]] for one in self.optimizers]
-            self._owned, self.groups = owned, [*groups] or [self._models_parameters]
+            self._owned = owned
+            self.groups = [*groups] or [self._models_parameters]
             self.trained = unique(p for group in groups for p in group)
             self._every = unique([*self._models_parameters, *self.trained])
         return self._every if owned else self.engine.parameters()
@@ -247,7 +251,9 @@ class Tamper:
 
     def clear(self) -> None:
         """Forgets what it saw."""
-        self._holders, self._seen, self._versions = (), [], []
+        self._holders = ()
+        self._seen = []
+        self._versions = []
 
 
 def few_of(parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

@@ -184,9 +184,9 @@ def refuse_to_differ(plans: Sequence[Plan]) -> None:
     for name, (what, say, cure) in AGREED.items():
         ranks: dict[object, int] = {}
         for rank, plan in enumerate(plans):
-            ranks.setdefault(getattr(plan, name).least, rank)
+            ranks.setdefault(say(getattr(plan, name).least), rank)
         if len(ranks) > 1:
-            seen = ", ".join(f"rank {rank}: {say(value)}" for value, rank in ranks.items())
+            seen = ", ".join(f"rank {rank}: {value}" for value, rank in ranks.items())
             raise DistaccumError(
                 f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
             )

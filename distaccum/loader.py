@@ -30,7 +30,8 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
     """Iterates over the windows of a loader, until no rank has a micro-batch left; has a length if the loader has."""
 
     def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
-        self._loader, self._job = loader, planner.job
+        self._loader = loader
+        self._job = planner.job
         # A generator without a reference to this object, so that it ends when the caller drops this.
         self._windows = _windows(planner, loader, ahead)
 
@@ -39,7 +40,8 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
 
     def __len__(self) -> int:
         """The number of windows of one pass over the loader, on this rank alone."""
-        left, num = len(self._loader), 0
+        left = len(self._loader)
+        num = 0
         while left > 0:
             left -= num_items(self._job, self._job.index + num)
             num += 1
@@ -97,7 +99,8 @@ class Loader:
         # An iterator whose loop was left goes on with what was drawn of it.
         kept = next((reader for reader in planner.left if reader.of() is loader), None)
         planner.left = [reader for reader in planner.left if reader is not kept and reader.of() is not None]
-        random, place = job.random, planner.place
+        random = job.random
+        place = planner.place
         # An empty loader has a reason if it was left before, or a state was just loaded.
         self._may_be_empty = kept is not None or (random is not None and random.loaded is not None)
         # Of a loader that tells its state: it is told what becomes of the items.
@@ -195,14 +198,16 @@ class Loader:
 
 def num_items(job: Job, index: int) -> int:
     """The number of loader items in update `index`; warns if they do not make the batch that was requested."""
-    config, ranks = job.config, job.engine.peers.num_data_ranks
+    config = job.config
+    ranks = job.engine.peers.num_data_ranks
     if isinstance(config.steps, int):
         return config.steps
     if config.by_cost is not None:
         return 1
     if (given := config.steps_at(index)) is not None:
         return given
-    wanted, micro = config.batch_size, config.micro_batch_size
+    wanted = config.batch_size
+    micro = config.micro_batch_size
     assert wanted is not None and isinstance(micro, int)
     wanted = whole_number(f"batch_size({index})", wanted(index)) if callable(wanted) else wanted
     steps = steps_for(wanted, micro, ranks)
@@ -225,7 +230,8 @@ class Reader:
     """
 
     def __init__(self, loader: Iterable[Any], before_opening: Callable[[], object] = bool) -> None:
-        self.source, self._before_opening = loader, before_opening
+        self.source = loader
+        self._before_opening = before_opening
         self._iterator: Iterator[Any] | None = None
         self.drawn: list[Any] = []
         self._is_fresh = True
@@ -255,7 +261,8 @@ class Reader:
             except Exception as error:
                 self._error = error
             if self._is_fresh and drawn:
-                self._first, self._is_fresh = (drawn[0], _look_at(drawn[0])), False
+                self._first = (drawn[0], _look_at(drawn[0]))
+                self._is_fresh = False
         if is_first_used and self._first is not None:
             self.settle_reuse()
         return len(drawn) >= num
@@ -297,7 +304,8 @@ class Reader:
         """Releases the `loader`, since the caller left the loop; returns whether items of an iterator are kept."""
         if self.source is loader:
             self.source = ()
-        self._iterator, self._before_opening = None, bool
+        self._iterator = None
+        self._before_opening = bool
         if not isinstance(loader, Iterator):
             self.drawn = []
             return False

@@ -54,9 +54,11 @@ class Terms:
             else:
                 totals[name] += share * loss
         for name, terms in on_device.items():
-            first, losses = terms[0][0], [loss for _, loss in terms]
+            first = terms[0][0]
+            losses = [loss for _, loss in terms]
             if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
-                first, losses = 1.0, [loss * share for share, loss in terms]
+                first = 1.0
+                losses = [loss * share for share, loss in terms]
             total = torch.stack(losses).sum(dtype=_wide(losses[0].device)) * first
             totals[name] = total + totals[name] if totals[name] else total
         return totals
@@ -134,7 +136,8 @@ class Losses:
 
     def _share(self, i: int, counts: Counts) -> float | None:
         """The factor of a named loss in a micro-batch; None if the term is left out."""
-        name, n = self._names[i], counts[i]
+        name = self._names[i]
+        n = counts[i]
         total = self._totals[name]
         # A stand-in may have a count for a name that has none in this window. Ranks that have parts of the same samples
         # run each backward together, even if nothing counts in their part.
@@ -192,7 +195,8 @@ class Losses:
 
     def missing(self, counts: Counts) -> list[str]:
         """Names with a count in the micro-batch but no loss; empty if this rank got none, as another has the losses."""
-        given, self._given = self._given, set()
+        given = self._given
+        self._given = set()
         return [name for name, n in zip(self._names, counts, strict=True) if n and given and name not in given]
 
     def sums(self) -> Tensor:

@@ -131,7 +131,8 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
     """One object or several, as a list; each must have the attribute `needs`. None gives an empty list."""
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for item in values:
-        kind, steps = type(item).__name__, name == "model" and hasattr(item, "step")
+        kind = type(item).__name__
+        steps = name == "model" and hasattr(item, "step")
         if type(item).__module__.startswith("torch.distributed.pipelining"):
             # A schedule holds the stages.
             if steps:

@@ -26,13 +26,15 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", name: s
         )
     if window.turn != WAITING:
         raise DistaccumError(f"{call} {window.where()}, expected it in a micro-batch that had no backward yet")
-    sequence, nothing = iter(items), object()
+    sequence = iter(items)
+    nothing = object()
     item: Any = next(sequence, nothing)
     if item is nothing:
         raise ValueError("parts() got nothing, expected an item for each backward")
     while item is not nothing:
         following: Any = next(sequence, nothing)
-        window.has_more_parts, window.turn = following is not nothing, WAITING
+        window.has_more_parts = following is not nothing
+        window.turn = WAITING
         yield item
         refuse_missing_backward(window, name)
         item = following
@@ -54,7 +56,8 @@ def each_head(
         cut.append((output, output.detach().requires_grad_()))
         return cut[-1][1]
 
-    given, heads = map_tensors(outputs, cut_off), list(items)
+    given = map_tensors(outputs, cut_off)
+    heads = list(items)
     if not cut:
         raise ValueError(
             "heads() got outputs without a graph, expected a trunk's, outside torch.no_grad; where the trunk is "
@@ -72,7 +75,8 @@ def each_head(
         # Where a count is 0, its loss was left out.
         if not reached and all(window.counts_here):
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-        losses, seeds = [output for output, _ in reached], [gradient for _, gradient in reached]
+        losses = [output for output, _ in reached]
+        seeds = [gradient for _, gradient in reached]
         may_reduce = start()
         # An adapter's backward scales them again.
         if job.scaler is not None and not job.scales_seeds:

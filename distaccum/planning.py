@@ -77,7 +77,9 @@ class Planner:
 
     def window_of(self, batches: Batches, mode: RunMode = LOOP, pace: Pace | None = None) -> Window:
         """Makes the window of `batches` and those of the other ranks; raises on all of them if one failed."""
-        job, peers, config = self.job, self.job.engine.peers, self.job.config
+        job = self.job
+        peers = self.job.engine.peers
+        config = self.job.config
         plan = peers.plan(_plan_of(job, batches, mode), batches.micro_batches, config.counts.values())
         if plan.failed:
             failed = peers.gather_objects(batches.error and in_short(batches.error), everyone=True)
@@ -133,7 +135,9 @@ class StepHook:
     """
 
     def __init__(self, planner: Planner, optimizer: Any) -> None:
-        self._planner, self._optimizer, self._hooks = weakref.ref(planner), optimizer, step_hooks_of(optimizer)
+        self._planner = weakref.ref(planner)
+        self._optimizer = optimizer
+        self._hooks = step_hooks_of(optimizer)
         self._handle = optimizer.register_step_pre_hook(self)
 
     def come_last(self) -> None:
@@ -172,7 +176,8 @@ def counted(job: Job, draw: DrawFn, mode: RunMode = LOOP) -> Batches:
 
     Micro-batches that count nothing are left out, unless other ranks have parts of them.
     """
-    engine, counts_of = job.engine, mode.counts or job.config.counts
+    engine = job.engine
+    counts_of = mode.counts or job.config.counts
     batches = Batches([])
     try:
         batches = draw(job.index)
@@ -195,7 +200,10 @@ def counted(job: Job, draw: DrawFn, mode: RunMode = LOOP) -> Batches:
 
 def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
     """The plan of this rank's part of the next window."""
-    peers, micros, index, rank = job.engine.peers, batches.micros, job.index, job.engine.peers.rank
+    peers = job.engine.peers
+    micros = batches.micros
+    index = job.index
+    rank = job.engine.peers.rank
     names = tuple(mode.counts or job.config.counts)
     lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)

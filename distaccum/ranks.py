@@ -59,8 +59,11 @@ class Peers:
         is_job = dist.is_available() and dist.is_initialized()
         self.global_rank = dist.get_rank() if is_job else 0
         self.here = list(here or (dist.get_process_group_ranks(self.groups[0]) if self.groups else [self.global_rank]))
-        self.rank, self.num_ranks = self.here.index(self.global_rank), len(self.here)
-        self.num_data_ranks, self.is_alone, self.ranks = self.num_ranks, self.num_ranks == 1, self.here
+        self.rank = self.here.index(self.global_rank)
+        self.num_ranks = len(self.here)
+        self.num_data_ranks = self.num_ranks
+        self.is_alone = self.num_ranks == 1
+        self.ranks = self.here
         self._order: list[int] = []  # of the rows that all ranks have gathered
         self._served: tuple[Groups, set[str]] = ((), set())
         self._stream: Any = None

@@ -35,7 +35,8 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
         >>> save(file, model=model)
         >>> load(file, model=model)
     """
-    states, error = dict[str, Any](), None
+    states = dict[str, Any]()
+    error = None
     try:
         states = {name: _state_of(name, part) for name, part in parts.items()}
     except Exception as raised:

@@ -39,9 +39,11 @@ def a(noun: str) -> str:
 
 def warn(message: str) -> None:
     """Warns at the line of the caller's code that led here, however deep in this package the warning comes from."""
-    frame, level = inspect.currentframe(), 1  # deleted below: a frame that holds itself lives on, with its callers
+    level = 1
+    frame = inspect.currentframe()  # deleted below: a frame that holds itself lives on, with its callers
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     del frame
     warnings.warn(message, stacklevel=level)
 

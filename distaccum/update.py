@@ -97,4 +97,5 @@ class Update:
         return {**self.__dict__, **read, "_record": None}
 
     def __repr__(self) -> str:
-        return f"Update({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
+        fields = self.as_dict()
+        return f"Update({', '.join(f'{name}={value!r}' for name, value in fields.items())})"

@@ -85,13 +85,17 @@ class Window(Answering, Generic[Batch]):
         self.numbers: dict[str, Tensor] = {}  # from extensions, by key
         # Including stand-ins.
         self.num_micro_steps, self._num_early = (0, 0) if self.is_empty else job.engine.num_micro_steps(plan)
-        self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
+        self.stage = Stage.PLANNED
+        self.turn = DONE
+        self.stand_in = False
         self.micro_step = -1  # the index of the current micro-batch
         self.at_work: Micro | None = None  # the current micro-batch; None while this rank stands in
         self.counts_here = Counts()  # of the current micro-batch
         self.has_more_parts = False  # parts() or heads() has items left
         self.may_be_dropped = False  # another window may discard this one without an error
-        self._job, self._engine, self._num_own = job, job.engine, len(self.micros)
+        self._job = job
+        self._engine = job.engine
+        self._num_own = len(self.micros)
         self._hooks = job.hooks if mode.hooks is None else mode.hooks
         self._pace = pace  # draws part of the next window
         self.start = job.start or Start()  # for use inside the library
@@ -145,12 +149,15 @@ class Window(Answering, Generic[Batch]):
             self.begin()
         try:
             for micro_step in range(self.num_micro_steps):
-                self.micro_step, self.turn, self.stand_in = micro_step, WAITING, micro_step >= self._num_own
+                self.micro_step = micro_step
+                self.turn = WAITING
+                self.stand_in = micro_step >= self._num_own
                 if self._pace is not None:
                     self._pace(micro_step, self.num_micro_steps)
                 if self.stand_in:
                     assert self.substitute is not None  # ensured by engine.num_micro_steps()
-                    self.at_work, self.counts_here = None, self.substitute.counts
+                    self.at_work = None
+                    self.counts_here = self.substitute.counts
                     self._engine.stand_in()
                     with untouched_statistics([module for _, module in self._job.batchnorms]):
                         yield fresh(self.substitute.batch)
@@ -168,14 +175,16 @@ class Window(Answering, Generic[Batch]):
             self.start.may_be_stepped = not self._job.steps
             if not self._job.steps:
                 self._job.moves.look(self._job.stepped())
-            self.stage, self._job.lacks_step = Stage.COMPLETE, not self.is_empty
+            self.stage = Stage.COMPLETE
+            self._job.lacks_step = not self.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
 
     def _take(self, micro: Micro) -> Any:
         """Hands the batch over without keeping a reference, so that the caller can free it."""
-        batch, micro.batch = micro.batch, None
+        batch = micro.batch
+        micro.batch = None
         return batch
 
     def begin(self) -> None:
@@ -183,7 +192,9 @@ class Window(Answering, Generic[Batch]):
         if self.stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self.describe()}; a window is iterated once")
         job, engine = self._job, self._engine
-        self.stage, job.holds_gradients, job.lacks_step = Stage.RUNNING, True, False
+        self.stage = Stage.RUNNING
+        job.holds_gradients = True
+        job.lacks_step = False
         try:
             if torch.is_inference_mode_enabled():  # tensors made there are read-only outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
@@ -252,7 +263,8 @@ class Window(Answering, Generic[Batch]):
             raise
         for heard in self._hooks["after_backward"]:
             heard(self)
-        self.turn, self._is_first = DONE, False
+        self.turn = DONE
+        self._is_first = False
         self._tamper.look(self._job.trained or self.parameters, is_last=self._is_last)
         return outputs
 
@@ -343,7 +355,8 @@ class Window(Answering, Generic[Batch]):
             raise DistaccumError(
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
-        job, skipped = self._job, self._job.skipped
+        job = self._job
+        skipped = self._job.skipped
         job.lacks_step = False
         if job.schedulers:
             job.watch_schedules()
@@ -365,7 +378,9 @@ class Window(Answering, Generic[Batch]):
                 job.step_schedules()
         except BaseException as error:
             if not self._has_stepped:
-                job.index, job.skipped, job.start = self.index, skipped, self.start
+                job.index = self.index
+                job.skipped = skipped
+                job.start = self.start
                 job.due.clear()
                 self.discard()  # the gradient may be half unscaled or half clipped
                 raise_if_lost(error)
@@ -381,7 +396,8 @@ class Window(Answering, Generic[Batch]):
         update = Update(self.index, self.counts, self._num_own, reason is None, reason, seconds, {}, record)
         self._end(update)
         if job.skipped >= MOST_SKIPS:
-            skipped, job.skipped = job.skipped, 0
+            skipped = job.skipped
+            job.skipped = 0
             raise DistaccumError(
                 f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
                 "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
@@ -390,7 +406,10 @@ class Window(Answering, Generic[Batch]):
 
     def _step(self) -> tuple[str | None, Record | None]:
         """Sums the record, judges, clips and steps; returns why not, the same on all ranks, and the record."""
-        job, engine, scaler, config = self._job, self._engine, self._job.scaler, self._job.config
+        job = self._job
+        engine = self._engine
+        scaler = self._job.scaler
+        config = self._job.config
         if self.is_empty:
             return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None
         if not job.steps:
@@ -403,7 +422,8 @@ class Window(Answering, Generic[Batch]):
         try:
             reason = self._judge(gradient, record)
             if reason is None:
-                self.stage, self.start.may_be_stepped = Stage.STEPPING, not job.optimizers
+                self.stage = Stage.STEPPING
+                self.start.may_be_stepped = not job.optimizers
                 reason = engine.step(job.optimizers, gradient, config.max_norm)
                 self._has_stepped = reason is None
                 if reason is not None:
@@ -414,14 +434,17 @@ class Window(Answering, Generic[Batch]):
             scaler.update()
         if reason is not None and config.max_norm is not None:
             gradient.take()
-        record.norm, record.shows_norm = gradient.known, config.max_norm is not None
+        record.norm = gradient.known
+        record.shows_norm = config.max_norm is not None
         # Its parameters are cleared now.
         gradient.parameters = None
         return reason, record
 
     def _judge(self, gradient: Gradient, record: Record) -> str | None:
         """Returns why the gradient must not be stepped, or None."""
-        engine, scaler, on_nonfinite = self._engine, self._job.scaler, self._job.config.on_nonfinite
+        engine = self._engine
+        scaler = self._job.scaler
+        on_nonfinite = self._job.config.on_nonfinite
         if scaler is not None:
             overflows = record.overflows(engine.peers)
             note_overflow(scaler, self._job.optimizers, overflows)
@@ -438,7 +461,9 @@ class Window(Answering, Generic[Batch]):
             job.due = list(job.schedulers)
             if job.scaler is not None and job.optimizers:
                 job.scaler.update()
-        job.index, job.skipped, job.start = self.index + 1, skipped, None
+        job.index = self.index + 1
+        job.skipped = skipped
+        job.start = None
 
     # The end
 
@@ -454,16 +479,22 @@ class Window(Answering, Generic[Batch]):
         self._end(None)
 
     def _close(self, stage: Stage) -> None:
-        self.stage, self.turn, self.stand_in = stage, DONE, False
+        self.stage = stage
+        self.turn = DONE
+        self.stand_in = False
         if stage is Stage.STEPPED:
             self._engine.clear(self.parameters)
-        self.micros, self.substitute, self.at_work, self.start.may_be_stepped = [], None, None, False
+        self.micros = []
+        self.substitute = None
+        self.at_work = None
+        self.start.may_be_stepped = False
         self.losses.terms.clear()
         self._job.holds_gradients = False
 
     def _end(self, update: Update | None) -> None:
         """Tells every extension, even if one raises; calling it twice does no harm."""
-        is_heard, self._is_heard = self._is_heard, False
+        is_heard = self._is_heard
+        self._is_heard = False
         if is_heard:
             _tell_all(self._hooks["end"], self, update)
 

@@ -10,9 +10,9 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2744),
-    "loader.py": (190, 227),
-    "ranks.py": (150, 153),
+    CORE: (2200, 2827),
+    "loader.py": (190, 235),
+    "ranks.py": (150, 156),
     "private.py": (90, 90),
     "engines": (800, 841),
     "wrappers": (520, 581),
@@ -23,7 +23,7 @@ BUDGETS = {
     "tools": (320, 391),
     "extensions": (200, 214),
     "feeding": (70, 70),
-    "the library": (5600, 6798),
+    "the library": (5600, 6881),
     "auditing": (1500, 2363),
     "tests": (9300, 11012),
     "tests/audit": (1200, 1479),
