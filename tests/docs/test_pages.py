@@ -153,7 +153,7 @@ def test_notebook_is_made_of_its_page_and_runs():
     with redirect_stdout(out):
         for cell in cells:
             exec(compile(re.sub(r"^%.*", "", cell), "a cell", "exec"), names)
-    assert len(cells) == 4 and out.getvalue().endswith("0.4\nTrue\n10 {'samples': 32}\n")
+    assert len(cells) == 3 and out.getvalue().endswith("0.4\nTrue\n10 {'samples': 32}\n")
 
 
 def test_site_builds_without_a_warning(tmp_path):
