@@ -7,6 +7,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,9 @@ FLOORS = (
     "window",
     "planning extension",
     "loader",
-    "extensions",
     "state runs",
     "accumulator",
-    "auditing saving tools trainers",
+    "auditing extensions saving tools trainers",  # rooms that can be taken away
     "transformers lightning __main__",
 )
 NAMES_ALL = ("__init__.py",)  # names behind which modules of any floor are imported
@@ -62,6 +62,11 @@ def room(path: str) -> str:
 
 def floor(name: str) -> int | None:
     return next((i for i, names in enumerate(FLOORS) if name in names.split()), None)
+
+
+def nodes(source: Source) -> Iterator[tuple[str, ast.AST]]:
+    """All nodes of all files, each with its path."""
+    yield from ((path, node) for path, text in source.items() for node in ast.walk(ast.parse(text)))
 
 
 # 1. Imports run downwards, and in no circle; those for types alone count
@@ -97,24 +102,18 @@ def upward_imports(source: Source) -> Counter[str]:
 
 
 def circles(source: Source) -> Counter[str]:
-    """Modules that import each other, over others too."""
+    """The modules of a circle of imports, if there is one."""
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source}
     edges: dict[str, set[str]] = {}
     for module, path in modules.items():
         names = set(imports(path, source[path])) if path not in NAMES_ALL else set()
         edges[module] = {found for name in names for found in (name, name.rpartition(".")[0]) if found in modules}
         edges[module].discard(module)
-    found: Counter[str] = Counter()
-    for module in modules:
-        seen: set[str] = set()
-        waiting = list(edges[module])
-        while waiting:
-            other = waiting.pop()
-            if other not in seen:
-                seen.add(other)
-                waiting += edges[other]
-        found[module] += module in seen
-    return +found
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return Counter(set(error.args[1]))
+    return Counter()
 
 
 # 2. Sizes
@@ -221,13 +220,11 @@ def private_definitions(text: str) -> set[str]:
 
 
 def names_twice(source: Source) -> Counter[str]:
-    where: dict[str, set[str]] = {}
-    for path, text in source.items():
-        for node in ast.parse(text).body:
-            if isinstance(node, Definition):
-                where.setdefault(node.name, set()).add(path)
+    names: Counter[str] = Counter()
+    for text in source.values():
+        names.update({node.name for node in ast.parse(text).body if isinstance(node, Definition)})
     ours = {"main", "__getattr__", "__dir__"}
-    return Counter({name: len(paths) for name, paths in where.items() if len(paths) > 1 and name not in ours})
+    return Counter({name: number for name, number in names.items() if number > 1 and name not in ours})
 
 
 # 5. English: a docstring begins with a noun or a verb, which says something in a hover
@@ -236,12 +233,8 @@ EMPTY = ("Those", "The same", "What", "Whether", "As ", "Of ", "That ")
 
 
 def empty_beginnings(source: Source) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for path, text in source.items():
-        tree = ast.parse(text)
-        for node in [tree, *(node for _, node in definitions(tree))]:
-            found[path] += (ast.get_docstring(node) or "").startswith(EMPTY)
-    return +found
+    documented = ((path, node) for path, node in nodes(source) if isinstance(node, ast.Module | Definition))
+    return Counter(path for path, node in documented if (ast.get_docstring(node) or "").startswith(EMPTY))
 
 
 # 6. A value is called by what it is
@@ -251,19 +244,14 @@ NO_NAMES = {"one", "found"}
 
 def unnamed_values(source: Source) -> Counter[str]:
     """How many values of a file are called `one` or `found` outside of comprehensions."""
+    every = list(nodes(source))
+    targets = [node.target for _, node in every if isinstance(node, ast.comprehension)]
+    in_comprehensions = {id(name) for target in targets for name in ast.walk(target)}
     unnamed: Counter[str] = Counter()
-    for path, text in source.items():
-        nodes = list(ast.walk(ast.parse(text)))
-        in_comprehensions = {
-            id(name) for node in nodes if isinstance(node, ast.comprehension) for name in ast.walk(node.target)
-        }
-        names = [node.arg for node in nodes if isinstance(node, ast.arg)]
-        names += [
-            node.id
-            for node in nodes
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in in_comprehensions
-        ]
-        unnamed[path] = sum(name in NO_NAMES for name in names)
+    for path, node in every:
+        is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in in_comprehensions
+        name = node.id if is_stored else getattr(node, "arg", None) if isinstance(node, ast.arg) else None
+        unnamed[path] += name in NO_NAMES
     return +unnamed
 
 
@@ -275,11 +263,10 @@ OWN_WAYS = {"new_group", "split_group", "new_subgroups", "atexit", "socket", "Th
 def own_ways(source: Source) -> Counter[str]:
     """Process groups, threads, sockets and exit handlers that a file makes."""
     ways: Counter[str] = Counter()
-    for path, text in source.items():
-        for node in ast.walk(ast.parse(text)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            names += [getattr(node, "attr", ""), getattr(node, "id", "")]
-            ways.update(f"{path} {name}" for name in OWN_WAYS.intersection(names))
+    for path, node in nodes(source):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        names += [getattr(node, "attr", ""), getattr(node, "id", "")]
+        ways.update(f"{path} {name}" for name in OWN_WAYS.intersection(names))
     return ways
 
 
@@ -305,12 +292,11 @@ def packed_assignments(source: Source) -> Counter[str]:
     keeps), or one expression in which one name or constant differs: `f(a), f(b)`.
     """
     packed: Counter[str] = Counter()
-    for path, text in source.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-                values = node.value.elts
-                targets = [target.elts for target in node.targets if isinstance(target, ast.Tuple)]
-                packed[place(path)] += any(not have_one_idea(elements, values) for elements in targets)
+    for path, node in nodes(source):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            values = node.value.elts
+            targets = [target.elts for target in node.targets if isinstance(target, ast.Tuple)]
+            packed[place(path)] += any(not have_one_idea(elements, values) for elements in targets)
     return +packed
 
 
@@ -345,12 +331,11 @@ def kept_from(target: ast.expr, value: ast.expr) -> str | None:
 def acting_texts(source: Source) -> Counter[str]:
     """Calls in the f-strings of a room that are not known to be pure."""
     acting: Counter[str] = Counter()
-    for path, text in source.items():
-        texts = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.JoinedStr)]
-        calls = {id(node): node for text in texts for node in ast.walk(text) if isinstance(node, ast.Call)}
-        for call in calls.values():
-            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-            acting[place(path)] += name not in PURE
+    texts = [(path, node) for path, node in nodes(source) if isinstance(node, ast.JoinedStr)]
+    calls = {id(node): (path, node) for path, text in texts for node in ast.walk(text) if isinstance(node, ast.Call)}
+    for path, call in calls.values():
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        acting[place(path)] += name not in PURE
     return +acting
 
 
@@ -359,13 +344,12 @@ def place(path: str) -> str:
 
 
 def imports_of_tests(source: Source) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for path, text in source.items():
-        for node in ast.walk(ast.parse(text)):
-            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            found[path] += any(name.split(".")[0] == "tests" for name in names)
-    return +found
+    of_tests: Counter[str] = Counter()
+    for path, node in nodes(source):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        of_tests[path] += any(name.split(".")[0] == "tests" for name in names)
+    return +of_tests
 
 
 @cache

@@ -128,7 +128,7 @@ def first_failure(tree: Path, file: str = "window") -> str | None:
     own = [f"distaccum/{file}.py", *([f"tests/core/test_{file}.py"] * (ROOT / f"tests/core/test_{file}.py").exists())]
     files = [*own, "tests/core", "tests/engines", "tests/runs/test_update.py", "tests/grids/test_engines.py"]
     options = ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
-    options += ["-n", "0", "-m", "not slow", "--ignore=tests/core/test_alone.py"]  # which runs the grid too
+    options += ["-n", "0", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", "-xv", "--tb=no", *options, *files]
     environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "400"}
     done = subprocess.run(command, cwd=tree, env=environment, text=True, capture_output=True)
