@@ -1,7 +1,6 @@
 """Exchanges of rows between few ranks and many: what they give, and in which order."""
 
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum import DistaccumError
 from distaccum.law import NOBODY, NUM_LARGEST, Plan, Span
 from distaccum.ranks import Peers
-from tests.core.test_feed import Leaving
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, run_window
 
@@ -53,20 +50,6 @@ def test_merged_plans_are_a_plan_however_they_are_grouped(drawn, size):
         assert (least == most) == (len({getattr(own, name) for own in given}) == 1)
 
 
-def test_plan_of_thousands_of_ranks_costs_as_much_as_of_one():
-    spans = [Span(n, n) for n in (7, 2, 0, 2)]
-    own = Plan(*spans, NOBODY, *[False] * 6, 2, (0, 0), 2, totals=(4.0,), names=("samples",))
-    rows = torch.tensor([own.to_row()] * 4096, dtype=torch.float64)
-    row = [*rows[:, :NUM_LARGEST].amax(0).tolist(), *rows[:, NUM_LARGEST:].sum(0).tolist()]
-    times = []
-    for _ in range(50):
-        begun = time.perf_counter()
-        plan = own.merged(row)
-        times.append(time.perf_counter() - begun)
-    assert plan.totals == (4 * 4096,)
-    assert min(times) < 1e-4
-
-
 @pytest.mark.parametrize("world", [2, 12])
 @on_ranks()
 def test_exchange_gives_rows_largest_values_and_sums_in_order(world):
@@ -101,30 +84,3 @@ def test_windows_open_no_connection_and_start_no_thread():
     for window in accumulator.windows([torch.ones(2, 2)] * (2 + dist.get_rank() % 4)):
         run_window(window, model).step()
         assert things() == before
-
-
-def failing():
-    yield torch.ones(2, 3)
-    raise KeyError("no row")
-
-
-@on_ranks(12)
-def test_error_and_disagreement_on_many_ranks_name_the_ranks():
-    rank = dist.get_rank()
-    accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2)), 0.1, steps=lambda _: 3 if rank == 6 else 2)[1]
-    with pytest.raises(DistaccumError, match=r"disagree on steps \(rank 0: 2, rank 6: 3\)"):
-        next(accumulator.windows([torch.ones(2, 3)] * 6))
-    accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2)), 0.1, steps=2)[1]
-    loader = failing() if rank == 7 else [torch.ones(2, 3)] * 2
-    with pytest.raises(KeyError if rank == 7 else DistaccumError, match="no row"):
-        next(accumulator.windows(loader))
-
-
-@on_ranks(12)
-def test_twelve_ranks_that_leave_windows_at_different_places_stay_exact():
-    warnings.filterwarnings("ignore", message="windows.. got")  # some loaders have nothing left
-    programs = [Leaving(seed) for seed in range(8)]
-    for program in programs:
-        program.epoch()
-    assert max(one.worst for one in programs) <= 1e-12
-    assert sum(one.num_complete for one in programs) > 15 and sum(one.num_left for one in programs) > 5

@@ -20,7 +20,7 @@ from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
 from tests.support.oracle import step_off
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, error, gradient, loss_of, run_window
+from tests.support.windows import accumulating, loss_of
 
 
 def one_weight(**options: Any) -> tuple[nn.Module, Accumulator]:
@@ -268,22 +268,3 @@ def test_windows_are_exact_after_ranks_left_others_at_different_places():
         program.epoch()
     assert max(one.worst for one in programs) <= 1e-12
     assert sum(one.num_complete for one in programs) > 60 and sum(one.num_left for one in programs) > 20
-
-
-@on_ranks(2)
-def test_windows_of_two_accumulators_may_alternate():
-    """One rank has fewer micro-batches, and so never reports ahead of its time."""
-    models = [DistributedDataParallel(nn.Linear(3, 2).double()) for _ in range(2)]
-    both = [Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2) for model in models]
-    here = [
-        [torch.randn(2, 3, dtype=torch.float64) for _ in range(number)] for number in (6 if dist.get_rank() else 2, 6)
-    ]
-    dist.all_gather_object(every := [here] * 2, here)
-    loops = [one.windows(batches) for one, batches in zip(both, here, strict=True)]
-    for index in range(3):
-        for i in (0, 1):
-            window = run_window(next(loops[i]), models[i])
-            whole = torch.cat([x for of_rank in every for x in of_rank[i][2 * index : 2 * index + 2]])
-            exact = torch.autograd.grad(loss_of(models[i].module, whole), list(models[i].parameters()))
-            assert error(gradient(models[i]), torch.cat([one.flatten() for one in exact])) <= 1e-12
-            window.step()

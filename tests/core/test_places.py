@@ -85,6 +85,7 @@ class Job:
         self.saved: Any = None
         self.held: Any = None
         self.done = 0
+        self.passes: list[int] = []  # over a loader, in windows
         self.has_left = False
         optimizer = SGD(self.net.parameters(), lr=0.1)
         schedule = LambdaLR(optimizer, lambda _: float(not self.visit(SCHEDULE)))
@@ -129,7 +130,9 @@ class Job:
         self.accumulator.load_state_dict(saved[1])
 
     def go_through(self, loader: Any) -> None:
-        for window in self.accumulator.windows(loader):
+        self.passes.append(0)
+        for window in self.accumulator.windows(loader, ahead="late" not in self.kind):
+            self.passes[-1] += 1
             if self.stop is not None and self.stop[2] == BREAK_HELD:
                 self.held = window
             if self.visit(BEFORE):
@@ -168,6 +171,13 @@ class Job:
         return self.saved
 
 
+def passes_after(place: str, update: int, index: int) -> list[int]:
+    """The windows of each pass of a job that resumes at this index: first of the one that was stopped, even if none."""
+    end = 3 * (update // 3 + 1)
+    rest = [end - index] if place != EPOCH else []
+    return [*rest, *[3] * ((3 * EPOCHS - index - sum(rest)) // 3)]
+
+
 def wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
     """The places and updates from which a job that resumes ends with other weights."""
     with warnings.catch_warnings():
@@ -179,6 +189,7 @@ def _wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
     if "torchdata" in kind and dist.is_initialized():
         may_have_children()
     whole = Job(kind)
+    tells_state = not isinstance(whole.loaders[0], list)
     whole.run()
     bad = []
     for (place, how), update in itertools.product(cells, updates):
@@ -192,9 +203,12 @@ def _wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
             job.save()
             job, again = Job(kind), job.saved
             job.load(again)
+        index, job.passes = job.accumulator.index, []
         job.run()
         if not all(map(torch.equal, job.net.parameters(), whole.net.parameters())):
             bad.append((place, how, update))
+        if how == THERE and tells_state and job.passes != passes_after(place, update, index):
+            bad.append((place, how, update, job.passes))
     return bad
 
 
@@ -204,7 +218,8 @@ CELLS = {
     "plain": (EVERYWHERE, (1, 2), SOMEWHERE[1:2], (1,)),
     "plain, two in turn": (EVERYWHERE, (2, 3, 4), SOMEWHERE[1:2], (4,)),
     "iterator": (SOMEWHERE, (1, 2), [], ()),
-    "torchdata 0": (EVERYWHERE, (1, 3), SOMEWHERE[:1], (1,)),
+    "torchdata 0": (EVERYWHERE, (1, 2), SOMEWHERE[:1], (1,)),
+    "torchdata 0 late": (EVERYWHERE[:5], (1, 2), [], ()),
     "torchdata 1": (SOMEWHERE[:2], (3,), [], ()),
     "torchdata 2": (SOMEWHERE[1:2], (1,), [], ()),
 }

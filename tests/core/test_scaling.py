@@ -235,19 +235,6 @@ def test_nonfinite_weights_are_named_rather_than_the_data(scaler):
         window.step()
 
 
-def test_loss_in_half_precision_whose_share_it_rounds_is_warned_of_once():
-    model = nn.Linear(1, 1, bias=False)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4)
-
-    def run(num):
-        run_window(accumulator.window([torch.ones(1, 1)] * num), model, lambda model, x: model(x).sum().half()).step()
-
-    run(4)  # a share of 1/4 is exact
-    with pytest.warns(UserWarning, match=r"a loss in torch.float16 rounds its share, 0.333333, .* in float32"):
-        run(3)
-    run(3)
-
-
 @pytest.mark.parametrize(
     "scale",
     [

@@ -285,40 +285,11 @@ class Numbered:
             yield torch.full((1, 1), float(self.place))
 
 
-class Stopping(Numbered):
-    """Stands at its beginning again once it has ended, as torchdata's."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from super().__iter__()
-        self.place = 0
-
-
 def one_weight(state: Any = None) -> tuple[nn.Module, Accumulator]:
     model, accumulator = accumulating(nn.Linear(1, 1, bias=False), steps=2)
     if state is not None:
         accumulator.load_state_dict(state)
     return model, accumulator
-
-
-def consume(window: Any, model: nn.Module, most: int = 9) -> list[int]:
-    seen = []
-    for x in window:
-        seen.append(int(x))
-        window.backward(model(x).mean())
-        if len(seen) == most:
-            break
-    return seen
-
-
-def rest_after(state: Any, length: int = 6) -> list[int]:
-    """The samples of a new process that has loaded `state`."""
-    model, accumulator = one_weight(state)
-    assert accumulator.state_dict() == state
-    seen = []
-    for window in accumulator.windows(Numbered(length)):
-        seen += consume(window, model)
-        window.step()
-    return seen
 
 
 def test_loader_state_that_cannot_be_loaded_is_refused_on_saving():
@@ -366,78 +337,6 @@ def test_model_of_a_dropped_accumulator_is_freed_at_once():
         assert freed() is None
     finally:
         gc.enable()
-
-
-class Rows:
-    """torchdata's loader of rows, as dicts."""
-
-    def __init__(self, workers: int) -> None:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        rows = [make_batch(2, seed=i)["x"][0] for i in range(30)]
-        order = torch.Generator().manual_seed(21)  # its own: the job's numbers are those of the windows
-        self.loader = StatefulDataLoader(rows, 2, shuffle=True, num_workers=workers, generator=order)
-        self.state_dict, self.load_state_dict = self.loader.state_dict, self.loader.load_state_dict
-
-    def __iter__(self) -> Iterator[Any]:
-        return ({"x": x} for x in self.loader)
-
-
-@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_stateful_loader_begins_again_where_the_window_did(workers):
-    pytest.importorskip("torchdata")
-    points = [(1, 0, DRAWN), (1, 1, BACKWARD), (1, 3, LOOP), (1, 3, STEP)][:: 3 if workers else 1]
-    seed(11)
-    whole = make()
-    expected, saved = run(whole, Rows(workers), points)
-    for point, state in saved.items():
-        again = make()
-        index = load(again, state)
-        seed(99)
-        assert run(again, Rows(workers))[0] == expected[index:], point
-        assert all(map(torch.equal, local(whole[0]), local(again[0]))), point
-    assert list(saved) == points
-
-
-@pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "not begun"])
-def test_state_after_a_left_loop_has_the_loaders_position(leave: str) -> None:
-    model, accumulator = one_weight()
-    loader = Numbered()
-    for window in accumulator.windows(loader):
-        if accumulator.index == 1 and leave == "not begun":
-            break
-        consume(window, model, 1 if accumulator.index == 1 and leave == "in the window" else 9)
-        if accumulator.index == 1 and leave in ("in the window", "before its step"):
-            break
-        window.step()
-        if accumulator.index == 2 and leave == "at its edge":
-            break
-    if leave == "before its step":
-        window.step()
-    next(iter(loader))  # moves the loader, not the saved position
-    was_stepped = leave in ("at its edge", "before its step")
-    assert rest_after(accumulator.state_dict()) == ([5, 6] if was_stepped else [3, 4, 5, 6])
-    for window in accumulator.windows(Numbered(3)):  # another epoch starts at its beginning and ends
-        assert int(next(iter(window))) in (1, 3)
-        window.discard()
-    model, accumulator = one_weight()
-    for window in accumulator.windows(Numbered(3)):
-        consume(window, model)
-        window.step()
-    assert rest_after(accumulator.state_dict(), 3)[0] == 1  # the next epoch starts at its beginning
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("length", [5, 6])
-def test_state_after_the_last_step_of_a_loop_does_not_begin_the_next_epoch(length, ahead):
-    """The loader's end was drawn with its last items, or ahead of time for a window that nobody asked for."""
-    model, accumulator = one_weight()
-    for window in accumulator.windows(Stopping(length), ahead=ahead):
-        consume(window, model)
-        window.step()
-        state = accumulator.state_dict()
-    assert rest_after(state, length) == []
 
 
 def test_loader_that_cannot_take_the_state_raises_a_warning():

@@ -30,7 +30,7 @@ from tests.core.test_misuses import leave_by_break
 from tests.support.engines import KINDS
 from tests.support.problems import gradient_of_trunk, make_batch, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, gradient, hooked, loss_of, run_window, weights
+from tests.support.windows import accumulating, error, gradient, hooked, loss_of, run_window, weights
 
 ROOT = str(Path(distaccum.__file__).parent)
 
@@ -449,8 +449,7 @@ def test_parameter_outside_of_modules_is_trained_in_a_list_of_its_own():
 
 
 def test_single_number_beside_counted_entries_is_told_once():
-    model = nn.Linear(5, 3)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
+    model, accumulator = accumulating(nn.Linear(5, 3), 0.1, steps=1)
     said = r"entry 1 .* no dimension, .* count as 2 samples.*count=lambda batch: 1"
     with pytest.warns(UserWarning, match=said) as seen:
         for window in accumulator.windows([(torch.randn(n, 5), torch.tensor(1)) for n in (2, 9)]):
