@@ -122,12 +122,13 @@ class Place:
         """
         job = self._job
         position = self._loaded
+        # After a step that was the pass's last, whose end was yet unseen, the numbers of a state come before this one.
+        job.random.is_between |= self._pass is not None
         self.load(None)
         tells_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if not tells_state or not all(adapter.tells_state(loader) for adapter in job.adapters):
             if position is not None:
-                kind = type(loader).__name__
-                job.once("loader", f"the state holds a loader's state, which a {kind} cannot load")
+                job.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")
         elif going_on is not None:
             going_on.resume(loader)
             self._pass = going_on

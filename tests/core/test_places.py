@@ -97,8 +97,8 @@ class Job:
         torch.manual_seed(7 + self.rank)
 
     def loader(self, which: int) -> Any:
-        """Of five micro-batches on one rank, and of three on the other."""
-        items = list(torch.randn(5 if which == self.rank else 3, 2, 3).double())
+        """Of five micro-batches on one rank, or six, whose end is not seen early; and of three on the other."""
+        items = list(torch.randn((5 + ("late" in self.kind)) if which == self.rank else 3, 2, 3).double())
         if "torchdata" in self.kind:
             return stateful(items, int(self.kind.split()[1]))
         return Shuffling(items) if "own" in self.kind else items
