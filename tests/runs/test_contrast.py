@@ -195,37 +195,6 @@ def test_micro_batch_that_does_not_fit_is_cut_smaller():
     assert accumulator.contrast(batch, encode, lambda *both: clip(model, *both)).micro_batches == 4
 
 
-@pytest.mark.parametrize(
-    ("encode", "loss_fn", "kind", "message"),
-    [
-        (lambda m, b: {"a": m(b)}, clip, TypeError, "encode.. gave a dict, expected a tensor or a tuple"),
-        (lambda m, b: (*m(b), m.scale.sum()), clip, ValueError, "temperature. is used in loss_fn"),
-        (lambda m, b: tuple(one.detach() for one in m(b)), clip, DistaccumError, "no representation with a graph"),
-        (lambda m, b: [torch.cat([one, one]) for one in m(b)], clip, ValueError, "6 rows for a micro-batch of 3"),
-        (lambda m, b: m(b), lambda m, *both: 1.0, TypeError, "loss_fn gave 1.0, a float, expected the loss"),
-        (lambda m, b: m(b), lambda m, a, b: a @ b.T, ValueError, "loss_fn gave a loss of shape"),
-        (lambda m, b: m(b), lambda m, a, b: (a.detach() @ b.detach().T).sum(), ValueError, "without a graph"),
-        (lambda m, b: tuple(next(COUNT) * one for one in m(b)), clip, DistaccumError, "other representations the sec"),
-        (lambda m, b: m(b), lambda m, *both: clip(m, *both) * FOREIGN.sum(), DistaccumError, "that requires"),
-    ],
-)
-def test_misuse_of_contrast_raises_an_error_and_leaves_no_trace(encode, loss_fn, kind, message):
-    model, batch = Towers(), pairs(6, seed=1)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=4)
-    before = weights(model)
-    with pytest.raises(kind, match=message):
-        accumulator.contrast(batch, lambda part: encode(model, part), lambda *both: loss_fn(model, *both))
-    assert torch.equal(weights(model), before) and all(p.grad is None for p in model.parameters())
-    accumulator.contrast(batch, model, lambda *both: clip(model, *both))
-    assert error(before - weights(model), big_batch("CLIP", [batch])[1]) <= 1e-12
-    with pytest.raises(ValueError, match=r"contrast\(\) cuts a batch and no size was given"):
-        Accumulator(model, SGD(model.parameters(), lr=1.0)).contrast(batch, model, clip)
-
-
-COUNT = iter(range(1, 10**6))
-FOREIGN = torch.ones(1, requires_grad=True, dtype=torch.float64)
-
-
 LAYOUTS = [(5, 5), (7, 2), (3, 0), (0, 4)]
 
 

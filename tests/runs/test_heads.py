@@ -13,12 +13,12 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator
 from tests.support.counting import Counting
 from tests.support.oracle import step_off
 from tests.support.problems import join, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, gradient, weights
+from tests.support.windows import error, gradient
 
 NAMES = ("first", "second", "third")
 
@@ -100,62 +100,6 @@ def test_head_without_a_count_is_left_out():
         loss_of(exact(exact(counted["x"]), name), i).backward()
     assert error(gradient(model), gradient(exact)) <= 1e-12
     window.step()
-
-
-def each_head(act: Any) -> Any:
-    def loop(window: Any, model: Any, x: Tensor) -> None:
-        for name, features in window.heads(model(x), NAMES):
-            act(window, model, name, features)
-
-    return loop
-
-
-def left(window: Any, model: Any, x: Tensor) -> None:
-    for _, features in window.heads(model(x), NAMES):
-        window.backward(loss_of(features, 0))
-        break
-
-
-def past_the_trunk(window: Any, model: Any, name: str, features: Tensor) -> None:
-    window.backward(loss_of(model.heads[name](torch.ones(1, 8, dtype=torch.float64)), 0))
-
-
-def after_backward(window: Any, model: Any, x: Tensor) -> None:
-    window.backward(summed(model, x))
-    next(window.heads(model(x), NAMES))
-
-
-def in_parts(window: Any, model: Any, x: Tensor) -> None:
-    for _ in window.parts([1, 2]):
-        next(window.heads(model(x), NAMES))
-
-
-MISUSES = {
-    "left": (left, DistaccumError, "heads.. was left before its last item"),
-    "no backward": (each_head(lambda *_: None), DistaccumError, "a head without window.backward"),
-    "no items": (lambda w, model, x: next(w.heads(model(x), [])), ValueError, "heads.. got no items"),
-    "past the trunk": (each_head(past_the_trunk), DistaccumError, "no loss of heads.. depends on the trunk's outputs"),
-    "after backward": (after_backward, DistaccumError, "in a micro-batch that had no backward yet"),
-    "no graph": (
-        lambda w, model, x: next(w.heads(model(x).detach(), NAMES)),
-        ValueError,
-        "got outputs without a graph.* of a frozen|frozen, go through window.parts",
-    ),
-    "in parts": (in_parts, DistaccumError, "heads.. in micro-batch 0 of 2 inside parts.. or heads.."),
-}
-
-
-@pytest.mark.parametrize(("loop", "kind", "message"), MISUSES.values(), ids=MISUSES)
-def test_misuse_of_heads_raises_an_error_and_leaves_no_trace(loop, kind, message):
-    model, batches = Tasks(), [make_batch(2, seed=1), make_batch(3, seed=2)]
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0))
-    before = weights(model)
-    window = accumulator.window(batches)
-    with pytest.raises(kind, match=message):
-        for batch in window:
-            loop(window, model, batch["x"])
-    assert all(p.grad is None for p in model.parameters()) and torch.equal(weights(model), before)
-    assert off(model, accumulator.window(batches), batches) <= 1e-12
 
 
 LAYOUTS = [[(3, 2), (4, 1)], [(1, 2, 3), (2,)], [(3,), (2, 2)], [(2, 1), ()]]
