@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,10 +79,6 @@ def windows(job: Job, *, ahead: bool = True) -> Iterator[None]:
         yield
 
 
-def not_ahead(job: Job) -> Iterator[None]:
-    return windows(job, ahead=False)
-
-
 def by_accelerate(job: Job) -> Iterator[None]:
     from accelerate import Accelerator
 
@@ -111,13 +108,8 @@ def by_fabric(job: Job) -> Iterator[None]:
             yield
 
 
-ALONE: dict[str, Way] = {
-    "distaccum": windows,
-    "distaccum, ahead=False": not_ahead,
-    "Accelerate": by_accelerate,
-    "Fabric": by_fabric,
-}
-ON_RANKS: dict[str, Way] = {"distaccum": windows, "distaccum, ahead=False": not_ahead}
+ON_RANKS: dict[str, Way] = {"distaccum": windows, "distaccum, ahead=False": partial(windows, ahead=False)}
+ALONE = {**ON_RANKS, "Accelerate": by_accelerate, "Fabric": by_fabric}
 
 
 def seconds_of(way: Way, case: tuple[int, int, int, int]) -> float:

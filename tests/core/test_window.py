@@ -143,15 +143,6 @@ def test_spans_name_what_a_window_does_in_a_trace():
     assert found == {"window 0": 1, "window 1": 2, "backward": 5, "finish": 2, "step": 2}
 
 
-def test_one_of_a_thing_is_singular_in_the_repr():
-    _, _, accumulator = make()
-    assert ", 1 rank, update 0;" in repr(accumulator)
-    for num, said in enumerate(("0 micro-batches", "1 micro-batch,", "2 micro-batches")):
-        window = accumulator.window(BATCHES[:num])
-        assert said in repr(window)
-        window.discard()
-
-
 @pytest.mark.parametrize(("what", "said"), [("loader", "OSError: the disk is gone"), ("count", "KeyError: 'gone'")])
 @on_ranks(2)
 def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(what, said):

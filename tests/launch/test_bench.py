@@ -124,7 +124,6 @@ def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
         ("audit.py", ("--rounds", 1, "--updates", 17, "--ranks", 1), "36 tensors"),
         ("memory.py", ("--only", "plain, by", "--batch-size", 2, "--sizes", 1), "plain, by hand"),
         ("pace.py", ("--rounds", 1, "--cases", 1), "1, 2, 8, 10"),
-        ("ranks.py", ("--ranks", 2, "--rounds", 2, "--parameters", 1000), "2"),
     ],
 )
 def test_other_programs_run_small_to_their_end(programs, tmp_path, program, options, row):
@@ -138,7 +137,7 @@ def test_other_programs_run_small_to_their_end(programs, tmp_path, program, opti
     [
         ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
-        ("ranks.py", ["--rounds", "few"]),
+        ("pace.py", ["--rounds", "few"]),
         ("law.py", ["--timeout", "90"]),
     ],
 )

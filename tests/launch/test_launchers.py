@@ -97,20 +97,8 @@ def test_slurm_job_ends_before_its_time_is_up_queues_itself_again_and_goes_on(pr
     port, copy = free_port(), shutil.copy(ROOT / "launch" / "slurm.sh", tmp_path / "copy.sh")
     job = {"SLURM_JOB_ID": port, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost", "RANKS": "1"}
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **job}
-    words = [
-        "bash",
-        copy,
-        "--model",
-        "cnn",
-        "--updates",
-        80,
-        "--precision",
-        "float64",
-        "--device",
-        "cpu",
-        "--out",
-        "run",
-    ]
+    options = ("--model", "cnn", "--updates", 80, "--precision", "float64", "--device", "cpu", "--out", "run")
+    words = ["bash", copy, *options]
     first = run(*words, cwd=tmp_path, status=1, SLURM_CPUS_ON_NODE="2", **environment)
     assert "starts anew" in first and "stopped by SIGTERM" in first
     assert (tmp_path / "requeued").read_text() == f"{port}\n"

@@ -1,9 +1,7 @@
 """launch/minimal.py: on one rank and two; a killed run that is started again ends with the same bits."""
 
 import ast
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,46 +44,6 @@ def test_killed_run_goes_on_to_the_same_bits(programs, tmp_path, ranks):
     assert 0 < saved(file)["index"] < saved(whole)["index"]
     assert {done.status for done in wait_for(start(programs, ranks, file))} == {0}
     expect_same(file, whole)
-
-
-# Imported as Python starts: rank 1 dies once the file is there.
-DIES = """
-import os, pathlib, threading, time
-def die():
-    while not pathlib.Path(os.environ["SAVED"]).exists():
-        time.sleep(0.005)
-    os._exit(3)
-if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    threading.Thread(target=die, daemon=True).start()
-"""
-
-
-@pytest.mark.long
-def test_run_that_torchrun_starts_again_ends_with_the_same_bits(programs, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(DIES)
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "SAVED": str(tmp_path / "run.pt")}
-    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "2",
-    ]
-    done = subprocess.run(
-        [*words, SCRIPT, tmp_path / "run.pt"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "exitcode: 3" in done.stderr
-    assert {end.status for end in wait_for(start(programs, 2, tmp_path / "whole.pt"))} == {0}
-    expect_same(tmp_path / "run.pt", tmp_path / "whole.pt")
 
 
 def test_file_is_short_and_needs_torch_and_distaccum_alone():
