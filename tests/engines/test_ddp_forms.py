@@ -44,23 +44,6 @@ def test_compiled_models_are_exact_and_reduce_once(how):
     assert collectives == 2, "the plan, and one reduction for five micro-steps"
 
 
-@on_ranks(3)
-def test_sub_group_divides_by_its_own_size():
-    rank, group = dist.get_rank(), dist.new_group([0, 2])
-    if rank == 1:
-        return
-    ddp, accumulator = make(process_group=group)
-    for index, layout in enumerate([LAYOUT, [[], [2, 1]]]):
-        window = run_window(accumulator.window(micro_batches_of(layout, index, rank // 2)), ddp)
-        plain = trunk()
-        loss_of(plain, everything(layout, index)).backward()
-        assert error(gradient(ddp), gradient(plain)) <= 1e-12
-        window.step()
-
-
-# Removed: a test of groups of the library's own, which are gone.
-
-
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
 @on_ranks(2)
 def test_parts_reduce_once_and_a_model_absent_from_the_last_part_too(option):

@@ -1,5 +1,6 @@
 """transformers' Trainer with windows: against one big batch in float64, and beside the Trainer where that is exact."""
 
+import itertools
 import math
 import tempfile
 import warnings
@@ -45,11 +46,6 @@ class Net(nn.Module):
         how = "mean" if num_items_in_batch is None else "sum"
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=how)
         return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
-
-
-class WithoutKeywords(Net):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return super().forward(input_ids, labels)
 
 
 def make_net(kind: type[Net] = Net) -> Net:
@@ -203,8 +199,14 @@ def test_updates_are_those_of_the_big_batch(world, case):
         assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
 
 
-@pytest.mark.parametrize("ends", ["num_train_epochs", "max_steps"])
-@pytest.mark.parametrize("sizes", [[7, 2], [0, 4]], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "ends"),
+    [
+        *itertools.product(([7, 2], [0, 4]), ("num_train_epochs", "max_steps")),
+        *((sizes, "streams") for sizes in ([0, 5], [5, 2], [4, 4])),
+    ],
+    ids=str,
+)
 @on_ranks(2)
 def test_ranks_may_have_loaders_of_any_length(sizes, ends):
     rows, starts = make_rows([3, 5, 2, -7, 1, 4, 6, 2, 3][: sum(sizes)]), [0, sizes[0]]
@@ -212,10 +214,14 @@ def test_ranks_may_have_loaders_of_any_length(sizes, ends):
 
     class Own(kinds()[1]):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(parts[dist.get_rank()], batch_size=1, collate_fn=collate)
+            mine = parts[dist.get_rank()]
+            return torch.utils.data.DataLoader(
+                Stream(mine) if ends == "streams" else mine, batch_size=1, collate_fn=collate
+            )
 
     windows = windows_of(parts)
-    seen, _ = fit(Own, make_net(), rows, **{"num_train_epochs": 2, ends: {"max_steps": len(windows)}.get(ends, 2)})
+    options = {} if ends == "num_train_epochs" else {"max_steps": len(windows)}
+    seen, _ = fit(Own, make_net(), rows, **options)
     assert worst(seen, Expected(make_net(), windows).weights) <= 1e-10
 
 
@@ -379,29 +385,6 @@ def test_override_of_get_batch_samples_sees_no_batch_that_the_trainer_would_not_
     expected = Expected(make_net(), windows_of([rows], epochs=3)[:5])
     seen, _ = fit(Reads, make_net(), Stream(rows), max_steps=5, num_train_epochs=3)
     assert worst(seen, expected.weights) <= 1e-10
-
-
-class OnRanks(IterableDataset):  # type: ignore[type-arg]
-    def __init__(self, parts: list[list[Row]]) -> None:
-        self.parts = parts
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.parts[dist.get_rank()])
-
-
-@pytest.mark.parametrize("sizes", [[0, 5], [5, 2], [4, 4]], ids=str)
-@on_ranks(2)
-def test_ranks_with_streams_of_any_length_are_exact(sizes):
-    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2][: sum(sizes)])
-    parts = [rows[: sizes[0]], rows[sizes[0] :]]
-
-    class Own(kinds()[1]):  # type: ignore[misc]
-        def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(OnRanks(parts), batch_size=1, collate_fn=collate)
-
-    windows = windows_of(parts)
-    seen, _ = fit(Own, make_net(), rows, max_steps=len(windows))
-    assert worst(seen, Expected(make_net(), windows).weights) <= 1e-10
 
 
 def test_step_keeps_the_number_of_micro_batches_and_divides_no_loss_by_it():
