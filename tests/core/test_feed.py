@@ -17,7 +17,6 @@ from torch.optim import SGD
 from tqdm import tqdm
 
 from distaccum import Accumulator, DistaccumError
-from tests.support.counting import Counting
 from tests.support.oracle import step_off
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, loss_of
@@ -163,19 +162,6 @@ def test_counts_on_a_device_are_not_read_before_their_window_is_requested():
     assert run(next(windows), model) == [0, 1]
     with pytest.raises(NotImplementedError):
         next(windows)
-
-
-@on_ranks(2)
-def test_ranks_exchange_nothing_within_a_loop_but_the_reduction():
-    model, accumulator = accumulating(DistributedDataParallel(nn.Linear(2, 1)), 0.1, steps=3)
-    sent = []
-    for window in accumulator.windows([torch.ones(2, 2)] * 9):
-        with Counting() as count:
-            for x in window:
-                window.backward(model(x).sum())
-        sent.append([kind for kind, _ in count.collectives if kind != "broadcast_"])
-        window.step()
-    assert sent == [["allreduce_"]] * 3
 
 
 @on_ranks(2)

@@ -237,20 +237,6 @@ def test_callers_step_of_a_schedule_is_warned_of_once(where):
     assert len(said) == (where != "nowhere")
 
 
-def test_caller_may_own_the_optimizer():
-    model = trunk()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, steps=3)
-    before = weights(model)
-    for window in accumulator.windows(BATCHES):
-        run_window(window, model)
-        optimizer.step()
-        update = window.step()
-    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
-    assert update.stepped
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_batch_size_gives_the_steps_and_warns_of_a_remainder():
     model, _, accumulator = make(batch_size=100, micro_batch_size=50)
     loader = [{"x": batch["x"][:1].expand(50, -1, -1)} for batch in BATCHES]

@@ -139,10 +139,12 @@ def assert_reduced_once(seen):
 
 
 @on_ranks(2)
-def test_record_of_a_step_is_one_small_collective():
+def test_loop_over_a_loader_sends_the_reduction_alone_and_a_step_one_small_collective():
     ddp, accumulator = accumulating(DistributedDataParallel(trunk()), steps=4)
     for window in accumulator.windows([make_batch(2, seed=i) for i in range(8)]):
-        run_window(window, ddp)
+        with Counting() as count:
+            run_window(window, ddp)
+        assert [kind for kind, _ in count.collectives if kind != "broadcast_"] == ["allreduce_"]
         with Counting() as count:
             window.step().loss  # noqa: B018
         assert not count.host_reads, "the flag of on_nonfinite is on the host"

@@ -186,18 +186,6 @@ def test_longer_samples_are_not_proven_by_shorter_ones():
     assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
 
 
-def test_wrong_sizes_are_refused_at_once():
-    model = make_net_without_router()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for value in ("automatic", 2.5, 0):
-        with pytest.raises((TypeError, ValueError), match="micro_batch_size="):
-            Accumulator(model, optimizer, micro_batch_size=value)
-    with pytest.raises(ValueError, match=r"update\(\) cuts a batch and no size was given"):
-        Accumulator(model, optimizer).update(make_batch(2, seed=0), None)
-    with pytest.raises(ValueError, match=r"'auto' is for update\(\)"):
-        Accumulator(model, optimizer, batch_size=8, micro_batch_size="auto").windows([])
-
-
 def test_learned_size_yields_to_another_micro_batch_size():
     model, small = make(lr=0.0, micro_batch_size=2)
     small.update(make_batch(8, seed=0), Limited(model, 9))
