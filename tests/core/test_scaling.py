@@ -156,12 +156,6 @@ def test_gradient_unscaled_by_the_caller_is_not_unscaled_again():
     assert error(weights(one), weights(two)) <= 1e-6
 
 
-def test_nonfinite_gradient_raises_before_the_callers_step():
-    model = trunk()
-    with pytest.raises(DistaccumError, match="not finite"):
-        run_window(Accumulator(model).window([poison(BATCHES[0])]), model)
-
-
 class ByNorm(Extension):
     """Skips an update whose norm is more than `most`."""
 
