@@ -235,9 +235,6 @@ class Leaving:
             del window
             if self.both.random() < 0.3:
                 self.complete(self.accumulator.window([self.batch() for _ in range(self.mine.randint(1, 3))]))
-            if self.both.random() < 0.1:
-                self.accumulator = Accumulator(self.model, SGD(self.model.parameters(), lr=0.1), steps=2)
-                return  # with a report that is still owed
             if num == last:
                 break
         with warnings.catch_warnings():
