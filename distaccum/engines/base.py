@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from ..adapter import Prepared
 from ..law import NOBODY, Counts, DistaccumError, Plan
-from ..norms import HALF, multiply, number_of, unique, widest
+from ..norms import HALF, multiply, names_of, number_of, unique, widest
 from ..options import Sync as Sync
 from ..private import norms_of, run_backward
 from ..ranks import Peers
+from ..text import shorten
 
 Owned = Literal["step", "sums", "stages", "dtype", "parameters"]
 # The roots of a backward, and their seeds.
@@ -313,13 +314,14 @@ class Engine:
         return None
 
 
-def refuse_to_look(engine: Engine, why: str, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
-    """Raises for options that look at the gradient where parameters look whole but are parts."""
-    if max_norm is not None or on_nonfinite != "ignore" or given.scaler is not None:
+def refuse_parts(engine: Engine, parts: Sequence[Any]) -> None:
+    """Raises if there are parameters of which a rank has a part that the wrapper takes for a whole."""
+    if parts:
+        names = names_of(engine.models)
         raise ValueError(
-            f"{max_norm=}, {on_nonfinite=} or a scaler with {engine.name} {why}: each rank would look at its own part "
-            "of the gradient, and ranks would decide differently. Use fully_shard over the data-parallel mesh, or "
-            "leave these out, with on_nonfinite='ignore'"
+            f"{shorten([names.get(id(part), 'a parameter') for part in parts])} is a DTensor or a part of one, and "
+            f"{engine.name} takes parts for whole parameters; use fully_shard over the data-parallel mesh (for "
+            "experts, on a mesh of their own or with ignored_params)"
         )
 
 

@@ -23,18 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..adapter import Prepared
 from ..law import DistaccumError, Plan
-from ..meshes.sharing import lies_over
-from ..norms import names_of
 from ..private import version_of, zero_all
 from ..ranks import in_contact
 from ..text import shorten
 from .averaging import average, averaged
-from .base import GRAD, Engine, Roots, Sync, refuse_to_look, why_tensor_parallel
+from .base import GRAD, Engine, Roots, Sync, refuse_parts
 from .private import ddp as private
 
-PARTS = "over tensor-parallel modules, whose parts it shows as plain tensors"
 # A gradient, and how often it was written to.
 Stamp = tuple[Tensor | None, int]
 
@@ -66,8 +62,7 @@ class DDPEngine(Engine):
         self._replicated_ids = {id(parameter) for parameter in self._own}
         named = [pair for wrapper in self.wrappers for pair in wrapper.named_parameters()]
         self._left_out = [(name, parameter) for name, parameter in named if id(parameter) not in self._replicated_ids]
-        self._shows_parts = any(map(private.was_tensor_parallel, (parameter for _, parameter in named)))
-        self._refuse_dtensors()
+        refuse_parts(self, list(filter(private.is_part, self.parameters())))
         # Those that reduce by themselves, and those whose gradients the library averages.
         self._plain = [w for w in self.wrappers if not (w.find_unused_parameters or w.static_graph)]
         self._apart = [wrapper for wrapper in self.wrappers if wrapper not in self._plain]
@@ -79,22 +74,6 @@ class DDPEngine(Engine):
         # Averaged after the last backward.
         self._by_hand: list[nn.Parameter] = []
         self._reduces = False
-
-    def _refuse_dtensors(self) -> None:
-        sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
-        for parameter in sharded:
-            is_inside = id(parameter) in self._replicated_ids
-            if is_inside or lies_over(parameter, self.peers.here)[0]:
-                where = "inside" if is_inside else "over data-parallel ranks, outside"
-                raise ValueError(
-                    f"{names_of(self.models)[id(parameter)]} is a DTensor {where} of DDP, whose buckets hold plain "
-                    "tensors and whose forwards do not wait for each other; use fully_shard (for experts, on a mesh "
-                    "of their own or with ignored_params)"
-                )
-
-    def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
-        if self._shows_parts:
-            refuse_to_look(self, PARTS, given, max_norm, on_nonfinite)
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         if frozen := [n for wrapper in self._plain for n, p in self._covered[wrapper].items() if not p.requires_grad]:
@@ -193,7 +172,7 @@ class DDPEngine(Engine):
         self._armed, self._by_hand = [], []
 
     def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        return f"{PARTS}; use fully_shard" if self._shows_parts else why_tensor_parallel(parameters)
+        return None
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..adapter import Prepared
 from ..engines.averaging import average, averaged
-from ..engines.base import Engine, Gradient, Groups, Sync, refuse_left_out_terms, refuse_to_look
+from ..engines.base import Engine, Gradient, Groups, Sync, refuse_left_out_terms, refuse_parts
 from ..law import Plan
-from ..norms import HALF, names_of
+from ..norms import HALF
 from ..text import shorten, warn
 from . import private
 
@@ -46,18 +45,9 @@ class FSDPEngine(Engine):
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
-        for parameter in self._outside(self.parameters()):
-            if hasattr(parameter, "to_local"):
-                raise ValueError(
-                    f"{names_of(self.models)[id(parameter)]} is a DTensor outside of FSDP1, whose norm "
-                    "does not count it as a part; use fully_shard, which does"
-                )
+        refuse_parts(self, [p for p in self._outside(self.parameters()) if hasattr(p, "to_local")])
+        refuse_parts(self, [handle.flat_param for handle in self._handles if private.flattens_parts(handle)])
         self._by_hand: list[nn.Parameter] = []
-
-    def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
-        if any(map(private.flattens_parts, self._handles)):
-            why = "over tensor-parallel modules, whose parts it flattens into plain tensors"
-            refuse_to_look(self, why, given, max_norm, on_nonfinite)
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         steps = super().num_micro_steps(plan)

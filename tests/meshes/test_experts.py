@@ -145,10 +145,11 @@ def test_experts_as_dtensors_are_refused_where_their_gradient_or_norm_is_unknown
     copied.weight = nn.Parameter(distribute_tensor(whole, mesh["experts"], [Replicate()]))
     ddp, sharded = DistributedDataParallel(nn.Linear(5, 8)), fully_shard(nn.Linear(5, 8))
     flat = FullyShardedDataParallel(nn.Linear(5, 8), device_id=torch.device("cpu"))
+    part = "weight is a DTensor or a part of one"
     for models, where, cure in (
-        ([ddp, experts], "weight is a DTensor over data-parallel ranks, outside of DDP", "ignored_params"),
-        ([DistributedDataParallel(net, init_sync=False)], "experts.weight is a DTensor inside of DDP", "ignored_param"),
-        ([flat, experts], "weight is a DTensor outside of FSDP1", "use fully_shard"),
+        ([ddp, experts], part, "ignored_params"),
+        ([DistributedDataParallel(net, init_sync=False)], f"experts.{part}", "ignored_params"),
+        ([flat, experts], part, "use fully_shard"),
         ([sharded, copied], "weight is a DTensor outside of FSDP2", "Place it as Shard over data-parallel ranks"),
     ):
         said = refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))

@@ -55,9 +55,9 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
         )
 
 
-def was_tensor_parallel(parameter: nn.Parameter) -> bool:
-    """Returns whether DDP shows a part of a DTensor as a plain parameter; without `_st_info` this is unknown."""
-    return hasattr(parameter, "_st_info")
+def is_part(parameter: nn.Parameter) -> bool:
+    """Returns whether it is a DTensor, or DDP shows a part of one in its place, which is unknown without `_st_info`."""
+    return hasattr(parameter, "to_local") or hasattr(parameter, "_st_info")
 
 
 def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
