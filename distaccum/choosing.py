@@ -18,7 +18,7 @@ from .engines.fsdp2 import FullyShardEngine
 from .engines.unwrapped import UnwrappedEngine
 from .meshes.pipeline import Pipeline
 from .meshes.ranks import on_mesh
-from .meshes.sharing import refuse_unclaimed_dimensions
+from .meshes.sharing import refuse_unclaimed_ranks
 from .options import as_list
 
 # Unsupported wrappers that would otherwise be taken for plain modules, by package; replicate() makes a torch DDP.
@@ -62,7 +62,7 @@ def choose_engine(given: Prepared, sync: Sync, mesh: Any = None) -> Engine:
         engine.peers.cut_samples(mesh.mesh.flatten().tolist(), engine.name)
     sizes = [p.device_mesh.size() for p in engine.parameters() if hasattr(p, "device_mesh")]
     if mesh is not None or any(size < dist.get_world_size() for size in sizes):
-        refuse_unclaimed_dimensions(engine, mesh)
+        refuse_unclaimed_ranks(engine, mesh)
     return engine
 
 

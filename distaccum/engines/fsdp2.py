@@ -16,13 +16,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..law import DistaccumError, Plan
-from ..meshes.sharing import Experts, peers_of, refuse_other_meshes
+from ..meshes.sharing import copies_of, cut_over_data, peers_of, refuse_other_meshes
 from ..norms import HALF, names_of, unique
 from ..ranks import Peers
 from ..text import shorten, warn
@@ -63,7 +64,7 @@ class FullyShardEngine(Engine):
             over.setdefault(tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist())), []).append(group)
         ranks = max(over, key=len)
         if len(over) > 1:
-            refuse_other_meshes(over, ranks, private.name_of)
+            refuse_other_meshes(over, ranks)
         mesh = over[ranks][0].mesh_info.mesh
         peers: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         if mesh.ndim > 1 and len(ranks) < dist.get_world_size():
@@ -81,9 +82,7 @@ class FullyShardEngine(Engine):
         self._reshards: list[bool] = []
         self._undo = ExitStack()
         self._by_hand: list[nn.Parameter] = []
-        # Finds DTensors outside of fully_shard that are cut over data-parallel ranks.
-        self._experts: Experts | None = None
-        parts = self._cut_over_ranks(self._outside(self.parameters()))
+        parts = cut_over_data(self, self._outside(self.parameters()))
         parts += [p.sharded_param for few in over if few != ranks for group in over[few] for p in group.fsdp_params]
         self._has_parts = bool(parts)
         if parts:
@@ -125,11 +124,6 @@ class FullyShardEngine(Engine):
         shards = {id(p.sharded_param) for p in self._every}
         return [parameter for parameter in parameters if id(parameter) not in shards]
 
-    def _cut_over_ranks(self, outside: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        if self._experts is None and any(hasattr(p, "to_local") for p in outside):
-            self._experts = Experts(self)
-        return [] if self._experts is None else self._experts.find(outside)
-
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         steps = super().num_micro_steps(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
@@ -151,7 +145,7 @@ class FullyShardEngine(Engine):
         self.show_parameters()
         self._by_hand = averaged(self, self._outside(parameters))
         # A loss may have brought more experts.
-        self._cut_over_ranks(self._by_hand)
+        cut_over_data(self, self._by_hand)
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         lacks = plan.lacks_terms_in_last if self._policy in ("last", "gathered") else plan.lacks_terms
         self._reduces = not (lacks or plan.reduce_afterwards)
@@ -232,7 +226,7 @@ class FullyShardEngine(Engine):
         return why_tensor_parallel([*parts, *self._outside(parameters)])
 
     def finish(self) -> None:
-        average(self, self._by_hand, copies_of=None if self._experts is None else self._experts.copies_of)
+        average(self, self._by_hand, copies_of=partial(copies_of, peers=self.peers))
         self._reduce_the_rest()
         self.show_parameters()
         self._release()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import device_mesh
 
 from ..private import replaced, require
 
@@ -28,8 +27,7 @@ NAMES = (
     (f"{SCHEDULES}._PipelineSchedule._maybe_compute_loss", "weighs each chunk's loss", "2.9", "refused"),
     (f"{SINGLE}._stage_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
     (f"{MULTI}._stages_backward_initialized", "a call fixed the shapes", "2.15", "windows are not compared"),
-    ("torch.distributed.DeviceMesh._get_root_mesh", "finds dimensions that nobody claims", "2.11", "they go unseen"),
-    ("torch.distributed.device_mesh._mesh_resources", "the same", "2.9 to 2.9", "they go unseen"),
+    ("torch.distributed.DeviceMesh._get_root_mesh", "finds ranks that nobody claims", "2.11", "they go unseen"),
 )
 # From a chunk's number, and a function that computes its loss, to the weighted loss; None if nothing in it counts.
 WeighChunk = Callable[[int, Callable[[], Any]], Tensor | None]
@@ -97,8 +95,4 @@ def _nothing_of(outputs: Any) -> Tensor:
 
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh is a slice of, or itself, also where the name is missing: then no slice is refused."""
-    resources: Any = getattr(device_mesh, "_mesh_resources", None)
-    find = getattr(mesh, "_get_root_mesh", None) or partial(
-        getattr(resources, "get_root_mesh", lambda whole: whole), mesh
-    )
-    return find()
+    return getattr(mesh, "_get_root_mesh", lambda: mesh)()

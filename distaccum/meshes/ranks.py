@@ -43,10 +43,14 @@ class MeshPeers(Peers):
         self._take(sharing or [[rank] for rank in self.here], [[rank] for rank in range(self.num_ranks)])
 
     def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
-        self.sharing, self.parts, self.num_data_ranks = sharing, parts, len(parts)
+        self.sharing = sharing
+        self.parts = parts
+        self.num_data_ranks = len(parts)
         self.is_alone = len(sharing) == len(sharing[0]) == 1
-        self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
-        self.ranks, self._order = _all_of(sharing), []
+        self.shares_samples = len(sharing[0]) > 1
+        self.has_parts = len(parts[0]) > 1
+        self.ranks = sorted({rank for ranks in sharing for rank in ranks})
+        self._order = []
 
     def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
         """Declares that only `data_ranks` have samples of their own; the other ranks have parts of the same samples."""
@@ -63,7 +67,8 @@ class MeshPeers(Peers):
 
     def add_stages(self, group: dist.ProcessGroup) -> None:
         """Declares that the ranks of `group` hold other stages of the model, for the same samples."""
-        self.stages, self.beside = (group,), (*self.beside, group)
+        self.stages = (group,)
+        self.beside = (*self.beside, group)
         groups = (*self.beside, *self.groups)
         every = self._rows([self.global_rank], groups)[:, 0].int().view(self.num_ranks, -1).tolist()
         # The rows come by data-parallel rank, and each has those that compute on its samples.
@@ -79,39 +84,41 @@ class MeshPeers(Peers):
         sharing = self.sharing[self.rank]
         own = own._replace(unlike=0 if own.failed else _fingerprint(micro_batches))
         # Numbers of ranks that say the same add up to 0.
+        parts = next(ranks for ranks in self.parts if self.rank in ranks)
         apart = unlike = 0
         if self.shares_samples:
             apart = _told([getattr(own, name) for name in ALIKE], sharing, self.global_rank)
         if self.has_parts:
-            parts = next(ranks for ranks in self.parts if self.rank in ranks)
             apart += _told(own.num_drawn, parts, self.rank)
             unlike = _told((own.unlike, own.totals), parts, self.rank)
         sent = own._replace(apart=apart, unlike=unlike)
         if self.shares_samples and self.global_rank != sharing[0]:
             sent = sent._replace(num_micro_batches=0, totals=(0.0,) * len(own.totals))
         plan = super().plan(sent, micro_batches, counts)
+        if plan.failed:
+            return plan
+        if plan.apart:
+            of_sets = self.by_samples(self.gather_objects(own, everyone=True))
+            for ranks, of_set in zip(self.sharing, of_sets, strict=True):
+                _refuse_unlike(ranks, of_set, ALIKE)
+            for ranks in self.parts:
+                _refuse_unlike([self.here[rank] for rank in ranks], [of_sets[rank][0] for rank in ranks], ["num_drawn"])
+        # The caller's own count may count this rank's part alone.
         counts_tokens = any(isinstance(one, TokenCount) for one in counts)
-        # The caller's own count may count this rank's part alone. If one batch was cut too little, all are.
-        if not plan.failed and (plan.apart or (self.has_parts and not plan.unlike and counts_tokens)):
-            self._compare(self.gather_objects(own, everyone=True), counts_tokens)
+        if self.has_parts and counts_tokens and plan.num_drawn and not plan.unlike:
+            raise DistaccumError(
+                f"ranks {[self.here[rank] for rank in parts]} have parts of the same samples, and each counted the "
+                f"same whole labels ({list(own.totals)}), so that all are counted {len(parts)} times; cut them before "
+                "the window; or, where the criterion sums, divide: count=lambda batch: tokens(batch) / "
+                f"{len(parts)}, with tokens = count_tokens(...)"
+            )
         return plan
-
-    def _compare(self, plans: Sequence[Plan], counts_tokens: bool) -> None:
-        of_sets = self.by_samples(plans)
-        for ranks, of_set in zip(self.sharing, of_sets, strict=True):
-            _refuse_unlike(ranks, of_set)
-        for ranks in self.parts if self.has_parts else ():
-            _refuse_unlike_parts(ranks, [of_sets[rank][0] for rank in ranks], counts_tokens)
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         if not self.shares_samples:
             return super().by_samples(values)
-        by_rank = dict(zip(_all_of(self.sharing), values, strict=True))
+        by_rank = dict(zip(self.ranks, values, strict=True))
         return [[by_rank[rank] for rank in ranks] for ranks in self.sharing]
-
-
-def _all_of(sharing: Iterable[Iterable[int]]) -> list[int]:
-    return sorted({rank for ranks in sharing for rank in ranks})
 
 
 def on_mesh(peers: Peers) -> MeshPeers:
@@ -138,27 +145,13 @@ def _told(said: object, ranks: Sequence[int], rank: int) -> int:
     return (len(ranks) - 1) * number if rank == ranks[0] else -number
 
 
-def _refuse_unlike(ranks: Sequence[int], plans: Sequence[Plan]) -> None:
-    """Raises if ranks that share their samples report other ones."""
-    for name, seen in ALIKE.items():
+def _refuse_unlike(ranks: Sequence[int], plans: Sequence[Plan], names: Iterable[str]) -> None:
+    """Raises if ranks that go through their samples together report other ones."""
+    for name in names:
         values = [getattr(one, name) for one in plans]
         if len(set(values)) > 1:
             raise DistaccumError(
-                f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(values)}; give "
-                "them the same batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
+                f"ranks {list(ranks)} compute on the same samples together, and have {ALIKE[name].format(values)}; "
+                "give them the same batches, or a part of each: draw and shuffle by the data-parallel rank, not by the "
+                "rank in the job"
             )
-
-
-def _refuse_unlike_parts(ranks: Sequence[int], plans: Sequence[Plan], counts_tokens: bool) -> None:
-    drawn, seen = [one.num_drawn for one in plans], f"ranks {list(ranks)} of the group have parts of the same samples"
-    if len(set(drawn)) > 1:
-        raise DistaccumError(
-            f"{seen}, and have {drawn} micro-batches; give each of them its part of every micro-batch, also one in "
-            "which nothing counts"
-        )
-    if drawn[0] and counts_tokens and len({(one.unlike, one.totals) for one in plans}) == 1:
-        raise DistaccumError(
-            f"{seen}, and each counted the same whole labels ({list(plans[0].totals)}), so that all are counted "
-            f"{len(ranks)} times; cut them before the window; or, where the criterion sums, divide: "
-            f"count=lambda batch: tokens(batch) / {len(ranks)}, with tokens = count_tokens(...)"
-        )

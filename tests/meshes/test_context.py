@@ -146,7 +146,7 @@ def test_law_holds_where_torch_cuts_sequences():
 
 PLANS = {
     "counted whole": "so that all are counted 2 times; cut them before the window; or, where",
-    "fewer": "ranks [2, 3] of the group have parts of the same samples, and have [2, 1] micro-batches",
+    "fewer": "ranks [2, 3] compute on the same samples together, and have micro-batches [2, 1]",
 }
 
 
@@ -204,16 +204,16 @@ def test_update_cuts_parts_alike_and_counts_samples_once():
 
 
 @on_ranks(4)
-def test_dimension_of_a_larger_mesh_that_nobody_claims_is_refused_or_warned_of():
+def test_ranks_of_a_larger_mesh_that_nobody_claims_are_refused_or_warned_of():
     """Context parallelism with the model wrapped over the data alone, and shards without their replicas."""
     mesh = mesh_of((2, 2), "data", "context")
     model = fully_shard(make_net(), mesh=mesh["data"])
     optimizer = SGD(model.parameters(), lr=0.1)
     count = count_tokens("labels")
     said = refused(Accumulator, model, optimizer, count=count, mesh=mesh["data"])
-    assert "a slice of one with a dimension 'context' (here ranks [" in said and "wrap the model over it too" in said
+    assert "dimensions ('data', 'context'), over whose ranks [" in said and "wrap the model over them too" in said
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Accumulator(model, optimizer)
-    texts = [str(one.message) for one in caught if "dimension 'context'" in str(one.message)]
+    texts = [str(one.message) for one in caught if "so they train apart" in str(one.message)]
     assert len(texts) == (mesh["data"].get_local_rank() == 0)

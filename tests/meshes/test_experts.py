@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
@@ -140,9 +141,11 @@ def test_law_holds_with_experts(how, sync, router):
 def test_experts_as_dtensors_are_refused_where_their_gradient_or_norm_is_unknown():
     net, ranks = make_mixture(), dist.get_world_size()
     mesh, experts = mesh_of((ranks // 2, 2), "copies", "experts"), net.experts
-    whole, copied = experts.weight.detach(), Experts()
+    whole, copied, no_slice = experts.weight.detach(), Experts(), Experts()
     experts.weight = nn.Parameter(distribute_tensor(whole, mesh["experts"], [Shard(0)]))
     copied.weight = nn.Parameter(distribute_tensor(whole, mesh["experts"], [Replicate()]))
+    alone = DeviceMesh.from_group(mesh["experts"].get_group(), "cpu")
+    no_slice.weight = nn.Parameter(distribute_tensor(whole, alone, [Shard(0)]))
     ddp, sharded = DistributedDataParallel(nn.Linear(5, 8)), fully_shard(nn.Linear(5, 8))
     flat = FullyShardedDataParallel(nn.Linear(5, 8), device_id=torch.device("cpu"))
     part = "weight is a DTensor or a part of one"
@@ -150,6 +153,7 @@ def test_experts_as_dtensors_are_refused_where_their_gradient_or_norm_is_unknown
         ([ddp, experts], part, "ignored_params"),
         ([DistributedDataParallel(net, init_sync=False)], f"experts.{part}", "ignored_params"),
         ([flat, experts], part, "use fully_shard"),
+        ([sharded, no_slice], "does not tell which of the data-parallel ranks [0, 1, 2, 3] hold the same", "copies"),
         ([sharded, copied], "weight is a DTensor outside of FSDP2", "Place it as Shard over data-parallel ranks"),
     ):
         said = refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))
