@@ -70,7 +70,6 @@ class DeepSpeedEngine(Engine):
         self._context = ExitStack()
         # It holds gradients of a window that was not stepped.
         self._holds = False
-        self._step_id: int | None = None
         # Against steps by the caller in mid-window.
         self._guards = ExitStack()
         weakref.finalize(self, self._guards.close)
@@ -122,7 +121,7 @@ class DeepSpeedEngine(Engine):
                 self._guards.callback(owner.register_step_pre_hook(_refuse_step).remove)
             elif owner is self._deepspeed or owner is self._optimizer:
                 self._guards.enter_context(replaced(owner, step=_refuse_step))
-        self._holds, self._step_id = True, None
+        self._holds = True
         if self.lockstep:
             for partition in private.kept_partitions(self._optimizer):
                 partition.zero_()
@@ -130,15 +129,9 @@ class DeepSpeedEngine(Engine):
             self._context.enter_context(self._deepspeed.coalesce_grad_reduction())
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        if self._form == "each" and self._stage == 3:
-            # Each forward changes it.
-            step_id = self._optimizer.micro_step_id
-            if step_id == self._step_id:
-                raise DistaccumError(
-                    "a second backward without a forward before it: ZeRO stage 3 would keep only the last one's "
-                    "gradient; run the forward again for each part, or use sync='last'"
-                )
-            self._step_id = step_id
+        if self._form == "each":
+            # As its forwards do: otherwise a second backward of one forward would overwrite the first one's gradient.
+            self._optimizer.clear_backward_seen_flag()
         # engine.backward takes no seed.
         loss = functools.reduce(add, map(mul, losses, seeds))
         if self._form == "each" and self._stage == 2 and self.peers.num_ranks > 1:

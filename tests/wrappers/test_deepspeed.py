@@ -246,6 +246,35 @@ def test_part_without_a_count_is_left_out_below_stage_3_and_there_refused(stage)
     assert max(step_off(engine, window, make_net(), whole, both, run, read=zero_weights)) <= 1e-5
 
 
+class Towers(nn.Module):
+    """Two outputs with a graph each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.towers = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_backwards_of_one_forward_add_up_with_sync_every(stage):
+    engine, _, _ = initialize(stage, Towers())
+    window = Accumulator(engine, sync="every").window(own(EVEN, 0, F32))
+
+    def run(batch: Any) -> None:
+        for output in window.parts(engine(batch["x"])):
+            window.backward(output.square().mean())
+
+    def both(net: nn.Module, batch: Any) -> torch.Tensor:
+        return sum(output.square().mean() for output in net(batch["x"]))
+
+    whole = everything(EVEN, 0, F32)
+    assert max(step_off(engine, window, Towers().double(), whole, both, run, read=zero_weights)) <= 1e-5
+
+
 # The layers that each micro-batch uses besides the first, by rank; four windows do not end with a step.
 USES = [["12", ""], ["", "1"], ["2", "12", ""], ["", ""], ["12"], ["", "2"], ["1", "12"], ["", ""], ["1", "12"], [""]]
 ON_ALL_RANKS = [[used, used] for used in USES]
