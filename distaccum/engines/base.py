@@ -18,7 +18,7 @@ from ..adapter import Prepared
 from ..law import NOBODY, Counts, DistaccumError, Plan
 from ..norms import HALF, multiply, names_of, number_of, unique, widest
 from ..options import Sync as Sync
-from ..private import norms_of, run_backward
+from ..private import run_backward
 from ..ranks import Peers
 from ..text import shorten
 
@@ -58,7 +58,9 @@ class Gradient:
         stages: Groups = (),
         device: torch.device | None = None,
     ) -> None:
-        self.parameters, self._cuts, self._stages = parameters, cuts, stages
+        self.parameters = parameters
+        self._cuts = cuts
+        self._stages = stages
         self.known: Tensor | float | None = None
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
 
@@ -76,8 +78,13 @@ class Gradient:
     @property
     def norm(self) -> float:
         """The L2 norm, the same on all ranks; NaN or infinity if some element is."""
-        if not isinstance(self.known, float):
-            self.known = self._read()
+        norm = self.take()
+        if norm is None:
+            raise DistaccumError(
+                "the norm of a window's gradient was read where it cannot be taken; read it in judge(), before the "
+                "step. DeepSpeed's own optimizers take it within the step: read update.grad_norm (with max_norm)"
+            )
+        self.known = number_of(norm) if isinstance(norm, Tensor) else norm
         return self.known
 
     @property
@@ -97,17 +104,6 @@ class Gradient:
     def _gradients(self) -> list[Any]:
         return [parameter.grad for parameter in self.parameters or () if parameter.grad is not None]
 
-    def _read(self) -> float:
-        if self.known is None and self.parameters is None:
-            raise DistaccumError(
-                "the norm of a window's gradient was read where it cannot be taken; read it in judge(), before the "
-                "step. DeepSpeed's own optimizers take it within the step: read update.grad_norm (with max_norm)"
-            )
-        gradients = self._gradients()
-        if self.known is None and not (self._cuts or self._stages) and gradients and all(map(_is_here, gradients)):
-            return math.hypot(*map(number_of, norms_of(gradients, 2.0)))
-        return float(number_of(self.take()))  # type: ignore[arg-type]  # it is a tensor
-
     def _take(self) -> Tensor:
         """The norm over all ranks."""
         parts: dict[Groups, list[Tensor]] = {groups: [] for groups in self._cuts or ()}
@@ -120,18 +116,11 @@ class Gradient:
         return _norm_over(self._stages, norms[0] if len(norms) == 1 else total_norm(norms).to(self._device))
 
 
-def _is_here(gradient: Tensor) -> bool:
-    is_dense = gradient.layout is torch.strided and gradient.dtype not in HALF
-    return type(gradient) is Tensor and gradient.is_cpu and is_dense
-
-
 def _local_part(parameter: Any) -> tuple[Tensor, Groups]:
     """This rank's part of a gradient, and the groups over which it is cut."""
     gradient = parameter.grad
     if not hasattr(gradient, "placements"):
         return gradient, ()
-    if any(placement.is_partial() for placement in gradient.placements):
-        return gradient.full_tensor(), ()
     return gradient.to_local(), _cut_of(gradient, parameter)
 
 
@@ -200,7 +189,8 @@ class Engine:
     def __init__(self, models: Sequence[nn.Module], sync: Sync, group: dist.ProcessGroup | Peers | None = None) -> None:
         if sync not in self.policies:
             raise ValueError(f"{sync=}, expected one of {', '.join(map(repr, self.policies))} for {self.name}")
-        self.models, self.sync = tuple(models), sync
+        self.models = tuple(models)
+        self.sync = sync
         self.run_backward: Callable[..., Any] = run_backward
         self.read_grad = GRAD
         self.peers = group if isinstance(group, Peers) else Peers(group)

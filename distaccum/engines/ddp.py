@@ -169,7 +169,8 @@ class DDPEngine(Engine):
                 shared.takers.remove(self)
                 if not shared.takers:
                     vars(wrapper).update(shared.flags)
-        self._armed, self._by_hand = [], []
+        self._armed = []
+        self._by_hand = []
 
     def why_no_local_grad(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..law import DistaccumError, Plan
 from ..meshes.sharing import copies_of, cut_over_data, peers_of, refuse_other_meshes
-from ..norms import HALF, names_of, unique
+from ..norms import HALF, unique
 from ..ranks import Peers
 from ..text import shorten, warn
 from .averaging import average, averaged
@@ -66,13 +66,11 @@ class FullyShardEngine(Engine):
         if len(over) > 1:
             refuse_other_meshes(over, ranks)
         mesh = over[ranks][0].mesh_info.mesh
-        peers: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-        if mesh.ndim > 1 and len(ranks) < dist.get_world_size():
-            peers = Peers([mesh.get_group(i) for i in range(mesh.ndim)], ranks)
+        groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+        if mesh.ndim > 1 and len(ranks) == dist.get_world_size():
+            groups = [dist.group.WORLD]
         shards = [parameter.sharded_param for parameter in self._every]
-        if any(shard.device_mesh.size() > len(ranks) for shard in shards if hasattr(shard, "to_local")):
-            peers = peers_of(shards, peers if isinstance(peers, Peers) else Peers(peers))
-        super().__init__(models, sync, peers)
+        super().__init__(models, sync, peers_of(shards, Peers(groups, ranks)))
         # In a window every reduction sums, whatever set_gradient_divide_factor says.
         self.divisor = 1
         self.read_grad = self._read_grad
@@ -86,8 +84,15 @@ class FullyShardEngine(Engine):
         parts += [p.sharded_param for few in over if few != ranks for group in over[few] for p in group.fsdp_params]
         self._has_parts = bool(parts)
         if parts:
-            self._leave_out_gathered(parts)
-        self._reduces, self._stands_in = True, False
+            self.policies = tuple(policy for policy in self.policies if policy != "gathered")
+        if sync not in self.policies:
+            raise ValueError(
+                "sync='gathered' with experts, parameters cut over the data-parallel ranks outside of fully_shard: "
+                "forwards wait for all ranks, and each rank would run only as many as it has micro-batches; use 'last' "
+                "or 'every'"
+            )
+        self._reduces = True
+        self._stands_in = False
         # Those of _every without a gradient in this window, on this rank.
         self._unused: list[Any] = []
         # Those that FSDP2 leaves out of a reduction on a rank that did not use them, and in which reductions: a hash.
@@ -100,17 +105,6 @@ class FullyShardEngine(Engine):
             warn(
                 f"gradients of {shorten(low)} add up in half precision between micro-steps; "
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) adds up in float32",
-            )
-
-    def _leave_out_gathered(self, parts: Sequence[nn.Parameter]) -> None:
-        """Removes the policy "gathered", since forwards of experts (`parts`) wait for all ranks."""
-        self.policies = tuple(policy for policy in self.policies if policy != "gathered")
-        if self.sync == "gathered":
-            names = names_of(self.models)
-            raise ValueError(
-                f"sync='gathered' with {shorten([names.get(id(p), 'a parameter') for p in parts])}, cut over "
-                "the data-parallel ranks outside of fully_shard: forwards wait for all ranks, and each rank would "
-                "run only as many as it has micro-batches; use 'last' or 'every'"
             )
 
     def parameters(self) -> list[nn.Parameter]:
@@ -238,7 +232,9 @@ class FullyShardEngine(Engine):
 
     def _release(self) -> None:
         self._undo.close()
-        self._by_hand, self._unused, self._used_in = [], [], {}
+        self._by_hand = []
+        self._unused = []
+        self._used_in = {}
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()

@@ -26,7 +26,7 @@ def peers_of(parameters: Iterable[Any], peers: Peers) -> MeshPeers:
     groups = Groups()
     for mesh in {id(mesh): mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None}.values():
         beside = mesh.get_coordinate() and [i for i in range(mesh.ndim) if i not in _meeting(mesh, data)]
-        places = [(mesh.mesh == rank).nonzero().tolist() for rank in data]
+        places = [(mesh.mesh == rank).nonzero().tolist() for rank in data] if beside else []
         # A mesh of only some, such as the tensor-parallel ranks alone, says nothing.
         if beside and all(places):
             sets = [_ranks_along(mesh, beside, place) for (place,) in places]

@@ -192,4 +192,4 @@ def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
 
 def test_gathered_parameters_are_refused_with_experts(ranks):
     for message in ranks(4).run(refused, errors_with_experts, "along another dimension", "gathered", False):
-        assert "experts.weight" in message and "use 'last' or 'every'" in message
+        assert "sync='gathered' with experts" in message and "use 'last' or 'every'" in message

@@ -14,7 +14,8 @@ from torch import Tensor
 from ...private import needed, require
 
 HOME = "torch.distributed.fsdp._fully_shard"
-STATE, GROUP = f"{HOME}._fsdp_state.FSDPState", f"{HOME}._fsdp_param_group.FSDPParamGroup"
+STATE = f"{HOME}._fsdp_state.FSDPState"
+GROUP = f"{HOME}._fsdp_param_group.FSDPParamGroup"
 PARAM = f"{HOME}._fsdp_param.FSDPParam"
 # Name, what for, in which versions it was seen to work, and what happens without it.
 NAMES = (
@@ -80,7 +81,8 @@ def has_all_reduce_hook(group: Any) -> bool:
 
 def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
     """The dtype in which gradients add up between reductions."""
-    policy, shard = parameter.mp_policy, parameter.sharded_param
+    policy = parameter.mp_policy
+    shard = parameter.sharded_param
     # From torch 2.15 on gradients are cast up after backward.
     casts = hasattr(group, "_fsdp_params_with_wider_grad_dtype")
     dtype: torch.dtype = policy.reduce_dtype or (casts and shard.grad_dtype) or policy.param_dtype or shard.dtype
