@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -18,7 +17,7 @@ from ..engines.averaging import average, averaged
 from ..engines.base import Engine, Gradient, Groups, Sync, refuse_left_out_terms, refuse_parts
 from ..law import Plan
 from ..norms import HALF
-from ..text import shorten, warn
+from ..text import warn
 from . import private
 
 
@@ -33,15 +32,16 @@ class FSDPEngine(Engine):
         return isinstance(module, FullyShardedDataParallel)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        named = [(name or "the root", m) for model in models for name, m in model.named_modules() if self.wraps(m)]
-        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in named))
+        modules = [module for model in models for module in model.modules() if self.wraps(module)]
+        self._wrappers: list[Any] = list(dict.fromkeys(modules))
         self._handles = private.handles_of(self._wrappers)
         super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
-        low = [name for name, module in named if _adds_up_in(module) in HALF]
-        if low and sync == "last" and self.peers.rank == 0:
+        trained = [one for one in self._wrappers if any(p.requires_grad for p in one.parameters())]
+        dtypes = [one.mixed_precision.param_dtype or next(one.parameters()).dtype for one in trained]
+        if sync == "last" and not {*HALF}.isdisjoint(dtypes) and self.peers.rank == 0:
             warn(
-                f"FSDP1 adds gradients up in half precision between micro-steps (in {shorten(low)}); use sync='every', "
-                "or fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+                "FSDP1 adds gradients up in half precision between micro-steps; use sync='every', or fully_shard with "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
@@ -94,27 +94,17 @@ class FSDPEngine(Engine):
 def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> Any:
     group = wrappers[0].process_group
     over = {(*dist.get_process_group_ranks(one.process_group), private.num_replicas(one)) for one in wrappers}
-    ranks = dist.get_world_size(group) * private.num_replicas(wrappers[0])
-    if dist.get_world_size(group) == 1 < ranks:
+    shards = dist.get_world_size(group)
+    replicas = private.num_replicas(wrappers[0])
+    # Over replicas of one shard torch reduces nothing.
+    is_hybrid = shards > 1 and shards * replicas == dist.get_world_size()
+    if len(over) > 1 or not (replicas == 1 or is_hybrid):
         raise ValueError(
-            f"FSDP1 with a hybrid strategy over {ranks} replicas of one shard, where torch reduces nothing; use "
-            "sharding_strategy=ShardingStrategy.NO_SHARD without device_mesh, or fully_shard with the same mesh"
+            f"the model holds FSDP1 modules over {replicas} replicas of {shards} shards, in {len(over)} groups and a "
+            f"job of {dist.get_world_size()} ranks, expected one process group, or a hybrid strategy over all ranks "
+            "with several shards; use fully_shard with a hybrid mesh, or an Accumulator each"
         )
-    if len(over) > 1 or ranks not in (dist.get_world_size(group), dist.get_world_size()):
-        raise ValueError(
-            f"the model holds FSDP1 modules over {ranks} of {dist.get_world_size()} ranks, in {len(over)} groups, "
-            "expected one process group, or a hybrid strategy over all ranks; use fully_shard with a hybrid mesh, or "
-            "an Accumulator each"
-        )
-    return group if ranks == dist.get_world_size(group) else dist.group.WORLD
-
-
-def _adds_up_in(wrapper: Any) -> torch.dtype | None:
-    """The dtype in which it adds gradients up between reductions; None if it has no gradients."""
-    if not any(p.requires_grad for p in wrapper.parameters()):
-        return None
-    dtype: torch.dtype = wrapper.mixed_precision.param_dtype or next(wrapper.parameters()).dtype
-    return dtype
+    return group if replicas == 1 else dist.group.WORLD
 
 
 def _managed(handle: Any) -> list[Any]:
