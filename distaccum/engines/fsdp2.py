@@ -100,11 +100,11 @@ class FullyShardEngine(Engine):
         # _every, by the id of the tensor that modules show instead.
         self._shown: dict[int, Any] = {}
         trained = [(group, p) for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
-        low = [private.name_of(p) for group, p in trained if private.adds_up_in(group, p) in HALF]
-        if low and sync != "every" and self.peers.rank == 0:
+        adds_up_low = any(private.adds_up_in(group, parameter) in HALF for group, parameter in trained)
+        if adds_up_low and sync != "every" and self.peers.rank == 0:
             warn(
-                f"gradients of {shorten(low)} add up in half precision between micro-steps; "
-                "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) adds up in float32",
+                "FSDP2 adds gradients up in half precision between micro-steps; use MixedPrecisionPolicy("
+                "param_dtype=torch.bfloat16, reduce_dtype=torch.float32), which adds up in float32",
             )
 
     def parameters(self) -> list[nn.Parameter]:

@@ -340,6 +340,7 @@ def test_module_used_by_one_rank_is_refused_with_sync_every():
     assert "use the same modules on all ranks, or sync='last'" in said
 
 
+@needs("deepspeed", "0.19.4", "an engine")
 @pytest.mark.parametrize("stage", [0, 1])
 @on_ranks(2)
 def test_fp16_is_exact_at_stage_1_and_refused_at_stage_0(stage):
