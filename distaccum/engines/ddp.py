@@ -76,16 +76,14 @@ class DDPEngine(Engine):
         self._reduces = False
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
-        if frozen := [n for wrapper in self._plain for n, p in self._covered[wrapper].items() if not p.requires_grad]:
+        frozen = [n for wrapper in self._plain for n, p in self._covered[wrapper].items() if not p.requires_grad]
+        trained = [name for name, parameter in self._left_out if parameter.requires_grad]
+        if frozen or trained:
             raise DistaccumError(
-                f"{shorten(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and "
-                "leaves ranks apart; freeze first and wrap then, or pass find_unused_parameters=True to DDP"
-            )
-        if trained := [name for name, parameter in self._left_out if parameter.requires_grad]:
-            raise DistaccumError(
-                f"{shorten(trained)} is trained but was frozen or absent when DDP wrapped the model, or is in "
-                "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside "
-                "of the wrapped module (it is then averaged over ranks)"
+                f"{shorten([*frozen, *trained])} is not {'frozen' if trained else 'trained'} as it was when DDP "
+                "wrapped the model, or is in _ddp_params_and_buffers_to_ignore, which leaves ranks apart; wrap the "
+                "model anew, keep it outside of the wrapped module (it is then averaged over ranks), or pass "
+                "find_unused_parameters=True to DDP if it is frozen"
             )
         return super().num_micro_steps(plan)
 

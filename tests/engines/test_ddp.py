@@ -285,8 +285,8 @@ def test_term_or_part_without_a_count_is_left_out(by, find_unused, sync, empty_o
 
 REFUSED = {
     "frozen early": "wrapped 6 trainable parameters and the model has 5 now",
-    "frozen late": "0.0.weight was frozen after DDP wrapped the model",
-    "thawed late": "0.0.weight is trained but was frozen or absent when DDP wrapped",
+    "frozen late": "0.0.weight is not trained as it was when DDP wrapped the model",
+    "thawed late": "0.0.weight is not frozen as it was when DDP wrapped the model",
     "in backward": "steps inside backward",
     "in its hook": "steps inside backward",
 }

@@ -171,7 +171,7 @@ def test_join_and_ignored_parameters_are_refused_with_the_cure():
     with ddp.join(enable=False):
         windows()
     windows()
-    assert "other is trained but was frozen or absent when DDP wrapped the model, or is in _ddp_params" in said[0]
+    assert "other is not frozen as it was when DDP wrapped the model, or is in _ddp_params" in said[0]
     assert "a window inside DDP's join()" in said[1]
 
 

@@ -39,19 +39,14 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     """Refuses a DDP that reduces some parameters, or steps, by itself; without the optional names this is unknown."""
     require("torch", wrapper, *needed(NAMES, DDP, *([STATIC] if wrapper.static_graph else [])))
     require("torch", wrapper.reducer, *needed(NAMES, REDUCER))
-    if getattr(wrapper, "_delay_all_reduce_params", ()):
-        raise ValueError(
-            "DDP with delay_all_reduce_named_params reduces these parameters on each micro-step, with the sum that it "
-            "reduced before; wrap the model without it"
-        )
     hooks = [getattr(hook, "__qualname__", "") for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-    if any("hook_then_optimizer" in name or "hook_with_zero" in name for name in hooks) or any(
-        hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.parameters()
-    ):
+    hooks_step = any("hook_then_optimizer" in name or "hook_with_zero" in name for name in hooks)
+    steps = hooks_step or any(hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.parameters())
+    if steps or getattr(wrapper, "_delay_all_reduce_params", ()):
         raise ValueError(
-            "an optimizer that steps inside backward (_apply_optimizer_in_backward, _register_fused_optim, "
-            "hook_with_zero_step with overlap_with_ddp=True) would step on each micro-step; give the Accumulator an "
-            "ordinary optimizer"
+            "DDP with delay_all_reduce_named_params, or with an optimizer that steps inside backward "
+            "(_apply_optimizer_in_backward, _register_fused_optim, hook_with_zero_step with overlap_with_ddp=True), "
+            "reduces or steps on each micro-step; wrap the model anew, without them"
         )
 
 
