@@ -102,13 +102,13 @@ class Loader:
         random = job.random
         place = planner.place
         # An empty loader has a reason if it was left before, or a state was just loaded.
-        self._may_be_empty = kept is not None or (random is not None and random.loaded is not None)
+        self._may_be_empty = kept is not None or random.loaded is not None
         # Of a loader that tells its state: it is told what becomes of the items.
-        self._pass: Any = place and place.open(loader, (kept and kept.source) or None)
+        self._pass: Any = place.open(loader, (kept and kept.source) or None)
         source = self._pass or loader
         if kept is not None:
             kept.resume(source)
-        self._reader = kept or Reader(source, bool if random is None or self._pass else random.open)
+        self._reader = kept or Reader(source, bool if self._pass else random.open)
 
     def next_window(self) -> Window:
         """Plans the next window, which is empty if no rank has a micro-batch left."""

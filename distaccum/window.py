@@ -102,6 +102,9 @@ class Window(Answering, Generic[Batch]):
         self._is_heard = False  # extensions were told of its beginning, but not of its end
         self._is_first = True  # no backward has ended yet
         self._has_stepped = False  # the weights have moved
+        # The record and the gradient of a step; `moved` has them from where the weights move to the end.
+        self.moved: tuple[Record, Gradient] | None = None
+        self._at_step: tuple[Record, Gradient] | None = None
         self._tamper = job.tamper
         self._stamp: object = None  # identifies the scaler's scale, which all seeds have
         self._final: list[Sequence[nn.Parameter]] = []  # by optimizer, where any had a gradient after the loop
@@ -420,6 +423,7 @@ class Window(Answering, Generic[Batch]):
         gradient = engine.gradient(job.trained or self.parameters)
         record = Record(self.losses, self.numbers, flags)
         try:
+            self._at_step = record, gradient
             reason = self._judge(gradient, record)
             if reason is None:
                 self.stage = Stage.STEPPING
@@ -464,6 +468,7 @@ class Window(Answering, Generic[Batch]):
         job.index = self.index + 1
         job.skipped = skipped
         job.start = None
+        self.moved = self._at_step
 
     # The end
 
@@ -493,6 +498,7 @@ class Window(Answering, Generic[Batch]):
 
     def _end(self, update: Update | None) -> None:
         """Tells every extension, even if one raises; calling it twice does no harm."""
+        self.moved = self._at_step = None
         is_heard = self._is_heard
         self._is_heard = False
         if is_heard:

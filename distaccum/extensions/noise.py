@@ -12,7 +12,8 @@ Two equations give |G|^2 and tr(S), without bias. They are averaged over updates
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
 
@@ -107,7 +108,7 @@ class NoiseScale(Extension):
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave it out")
         self._engine = engine
         self._parameters = job.stepped
-        self._scaler, self._once = job.scaler, job.once
+        self._scaler = job.scaler
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
         # The step computes it for another purpose.
         self._norm_follows = looks or config.max_norm is not None
@@ -127,15 +128,9 @@ class NoiseScale(Extension):
         """Hooks the leaves of a reducing backward, to take each norm before the reduction overwrites the gradient."""
         if not self._is_early:
             return
-        if self._norms is not None:
-            # A part's backward has reduced the gradient before it was complete.
-            self._is_early = False
-            self._once(
-                "noise",
-                "NoiseScale sees nothing of a first micro-batch whose parts are reduced one by one, so noise_scale "
-                "stays as it was; add the parts' losses up, or use sync='last'",
-            )
-        elif reduces:
+        # A part's backward may have reduced the gradient before it was complete.
+        self._is_early = self._norms is None
+        if self._is_early and reduces:
             self._norms = {}
             for leaf in self._leaves():
                 # This backward may not reach what earlier parts gave it.
@@ -158,14 +153,12 @@ class NoiseScale(Extension):
         # Of the mean over the micro-batch. Tensors are filled, not copied from the host, which would wait.
         self._small = torch.stack([norm.square(), norm.new_full((), 1 / count), norm.new_ones(())])
 
-    def numbers(self, window: Window) -> Tensor | None:
+    def numbers(self, window: Window) -> Tensor:
         """This rank's |g|^2 of a micro-batch, 1 / its count, and 1."""
-        # On one rank there may be nothing to compare.
-        if self._engine.peers.num_ranks == 1 and self._small is None:
-            return None
         if not self._norm_follows:
             norm: Any = self._engine.gradient(self._parameters()).take()
             self._norm = None if norm is None else self._unscaled(norm)
+        self._window: Callable[[], Window | None] = weakref.ref(window)
         zeros = widest(torch.zeros(3, device=window.parameters[0].device))
         return zeros if self._small is None else self._small.to(zeros)
 
@@ -174,24 +167,35 @@ class NoiseScale(Extension):
         if update is None:
             return
         if update.stepped and self.key in window.numbers:
-            (total, *_) = update.counts.values()
-            norm = update.norm() if self._norm is None else self._norm
-            if self._reduction == "sum" and norm is not None:
-                norm = norm / total
-            self._last = Estimate(self._last.sums, partial(update.summed, self.key), norm, total)
+            self._last = self._after(update.summed, update.norm(), update.counts)
         else:
             self._last = Estimate(self._last.sums)
         update.notes[self.key] = self._last
 
     def state(self) -> list[float]:
-        sums: list[float] = self._last.sums.tolist()
+        """The averages; in a hook of the step that moved the weights, those with its window."""
+        window = self._window()
+        last = self._last
+        if window is not None and window.moved is not None:
+            record, gradient = window.moved
+            record.wait()
+            last = self._after(record.sums.get, gradient.known, window.counts)
+        sums: list[float] = last.sums.tolist()
         return sums
+
+    def _after(self, summed: Callable[[str], Any], norm: Any, counts: Mapping[str, float]) -> Estimate:
+        (total, *_) = counts.values()
+        norm = norm if self._norm is None else self._norm
+        if self._reduction == "sum" and norm is not None:
+            norm = norm / total
+        return Estimate(self._last.sums, partial(summed, self.key), norm, total)
 
     def load(self, state: Any) -> None:
         sums = [0.0, 0.0, 0.0] if state is None else list(map(float, state))
         if len(sums) != 3:
             raise ValueError(f"the state has noise={state!r}, expected three numbers, as state_dict() gave them")
         self._last = Estimate(torch.tensor(sums, dtype=torch.float64))
+        self._window = lambda: None
 
     def _leaves(self) -> list[Any]:
         return [leaf for leaf in self._engine.grad_leaves(self._parameters()) if leaf.requires_grad]

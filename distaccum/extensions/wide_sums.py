@@ -73,8 +73,6 @@ class WideSums(Extension):
         parameter.grad = None
         if id(parameter) in self._sums:
             _, total = self._sums[id(parameter)]
-            if gradient.is_sparse != total.is_sparse:
-                gradient, total = gradient.to_dense(), total.to_dense()
             total.add_(gradient)
         else:
             total = gradient.to(wide)

@@ -246,6 +246,27 @@ def test_averages_continue_from_a_loaded_state():
     assert [go(other, again, index).noise_scale for index in range(3, 6)] == values[3:]
 
 
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"on_nonfinite": "ignore"}, {"reduction": "sum"}], ids=str)
+def test_state_in_a_hook_after_the_weights_moved_has_the_updates_noise(options):
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=0.01)
+    states: dict[str, Any] = {}
+
+    def take(name: str) -> float:
+        states[name] = accumulator.state_dict()["noise"]
+        return 1.0
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: take("schedule") if states else 1.0)
+    accumulator = Accumulator(net, optimizer, scheduler=schedule, extensions=[NoiseScale()], **options)
+    optimizer.register_step_pre_hook(lambda *_: take("before") and None)
+    optimizer.register_step_post_hook(lambda *_: take("after") and None)
+    for index in range(2):
+        before = accumulator.state_dict()["noise"]
+        go(net, accumulator, index)
+        after = accumulator.state_dict()["noise"]
+        assert states == {"before": before, "after": after, "schedule": after} and before != after
+
+
 def test_losses_must_share_one_denominator():
     tokens = count_tokens("labels")
     with pytest.raises(ValueError, match=r"several denominators \(a, b\), expected one"):
