@@ -173,7 +173,8 @@ class FullyShardEngine(Engine):
         scatter = self.will_reduce(reduce)
         reduce = reduce and self._reduces
         for group, reshards in zip(self._groups, self._reshards, strict=True):
-            group.reduce_grads, group.all_reduce_grads = scatter, reduce
+            group.reduce_grads = scatter
+            group.all_reduce_grads = reduce
             group.reshard_after_backward = reshards and (reduce or self._policy != "gathered")
         seen: set[int] = set()
         with ExitStack() as hooks:

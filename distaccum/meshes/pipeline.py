@@ -50,7 +50,8 @@ class Pipeline:
             raise ValueError(
                 f"accelerator with a {name}, which runs forward and backward of its chunks itself; leave it out"
             )
-        self._schedule, self._stages = schedule, private.stages_of(schedule)
+        self._schedule = schedule
+        self._stages = private.stages_of(schedule)
         if schedule.scale_grads:
             raise ValueError(
                 f"the {name} divides gradients by its number of chunks (scale_grads=True, torch's default), and so "
@@ -95,7 +96,9 @@ class Pipeline:
                 f"sync={engine.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'"
             )
         engine.policies = ("last",)
-        engine.count, engine.run, engine.run_backward = self.count, self.run, self._refuse_backward
+        engine.count = self.count
+        engine.run = self.run
+        engine.run_backward = self._refuse_backward
         begin = engine.begin
         engine.begin = lambda plan, parameters: begin(plan._replace(reduce_afterwards=True), parameters)
         engine.peers = on_mesh(engine.peers)
@@ -126,7 +129,8 @@ class Pipeline:
         """The chunks that the schedule cuts each micro-batch into."""
         if self.num_chunks == 1:
             return [[micro_batch] for micro_batch in micro_batches]
-        lengths, name = list(map(count_samples, micro_batches)), type(self._schedule).__name__
+        lengths = list(map(count_samples, micro_batches))
+        name = type(self._schedule).__name__
         uneven = next((length for length in lengths if length % self.num_chunks), None)
         if uneven is not None:
             raise ValueError(

@@ -69,7 +69,8 @@ def splits_backward(schedule: Any) -> bool:
 def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
     """For the block, passes the schedule's losses through `weigh`, except in its trial run, which finds out shapes."""
     require("torch", schedule, "_loss_fn", "_maybe_compute_loss")
-    loss_fn, compute = schedule._loss_fn, schedule._maybe_compute_loss
+    loss_fn = schedule._loss_fn
+    compute = schedule._maybe_compute_loss
 
     def whole(*args: Any, **options: Any) -> Any:
         loss = loss_fn(*args, **options)

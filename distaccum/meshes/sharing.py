@@ -130,7 +130,8 @@ def cut_over_data(engine: Any, parameters: Iterable[Any]) -> list[Any]:
     Raises if a DTensor lies over these ranks in another way: its gradient could cover this rank's samples, or all
     ranks'.
     """
-    data, cut = engine.peers.here, []
+    data = engine.peers.here
+    cut = []
     for parameter in parameters:
         ranks, placements = lies_over(parameter, data)
         if any(one.is_replicate() or one.is_partial() for one in placements):

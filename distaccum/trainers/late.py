@@ -45,7 +45,9 @@ class LateWindow:
 
     def clear(self) -> None:
         """Forgets the losses so far; call it where their gradients are cleared."""
-        self._count, self._num_counted, self._begun = 0.0, 0, time.perf_counter()
+        self._count = 0.0
+        self._num_counted = 0
+        self._begun = time.perf_counter()
         self._loss: Any = 0.0  # weighed, on the loss's device
         self.begin_micro_batch()
 
@@ -91,7 +93,8 @@ class LateWindow:
         if end_sum is not None:
             end_sum()
         total, loss = values.tolist()
-        factor, own = 0.0, [parameter for parameter in unique(parameters) if parameter.grad is not None]
+        factor = 0.0
+        own = [parameter for parameter in unique(parameters) if parameter.grad is not None]
         if total:
             factor = share_of("sum" if self._reduction == "sum" else "mean", self._unit, total, self.peers.num_ranks)
             multiply([parameter.grad for parameter in own], factor)
@@ -107,7 +110,9 @@ class LateWindow:
         total, loss, num_counted, begun = self._ended
         reason = None if stepped else "the scaled gradients overflowed"
         if not total:
-            stepped, reason, norm = False, f"no {self._name} in any micro-batch of any rank", None
+            stepped = False
+            reason = f"no {self._name} in any micro-batch of any rank"
+            norm = None
         seconds = time.perf_counter() - begun
         update = Update(index, {self._name: as_int_if_whole(total)}, num_counted, stepped, reason, seconds)
         vars(update).update(losses={self._name: loss}, grad_norm=None if norm is None else float(norm))  # known already
@@ -136,7 +141,8 @@ def place_of(value: Tensor) -> tuple[Any, int]:
 
 def _silenced(loss: Tensor) -> Tensor:
     """A loss whose backward gives zeros to all of its leaves from now on: 0 times NaN would be NaN."""
-    seen, waiting = set(), [loss.grad_fn]
+    seen = set()
+    waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen and not hasattr(node, "variable"):  # a leaf's outlives the graph

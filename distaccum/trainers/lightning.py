@@ -76,7 +76,8 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
         self._stack.close()  # of a fit that failed where no callback hears of it
         self._late = LateWindow(self._reduction, self._count)  # of all ranks
         # Nothing is put on the module, which others may copy and save.
-        strategy, precision = trainer.strategy, trainer.precision_plugin
+        strategy = trainer.strategy
+        precision = trainer.precision_plugin
         step = partial(self._training_step, trainer, strategy.training_step)
         self._stack.enter_context(replaced(strategy, training_step=step))
         self._stack.enter_context(replaced(precision, backward=partial(self._backward, trainer, precision.backward)))

@@ -109,7 +109,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
     def __init__(self, trainer: Any, count: Count | None, reduction: Reduction) -> None:
         if count is None and reduction != "mean":
             raise ValueError(f"{reduction=} without count=, expected what its mean is over, as count=count_samples")
-        self._trainer, self._given_count = trainer, count
+        self._trainer = trainer
+        self._given_count = count
         self._late = LateWindow(reduction, count or self._known_count)
         self.norm: Any = None
         # Turns of a window without a micro-batch: of any rank, and of this one. The Trainer counts their tokens.
@@ -152,7 +153,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         The last turn of each rank then has a backward, which reduces. A window that a data set without a length ends
         in begins with turns for nobody.
         """
-        trainer, peers = self._trainer, self._late.peers
+        trainer = self._trainer
+        peers = self._late.peers
         # Ranks without a micro-batch would not take part in a sum of items.
         with replaced(trainer.args, average_tokens_across_devices=False):
             batches, items = get_batch_samples(*args)
@@ -184,7 +186,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             run = partial(inner, any_trainer)
             return self._compute_loss(run, *args, **kwargs) if any_trainer is trainer else run(*args, **kwargs)
 
-        step, compute_outer = partial(self._run, trainer.training_step), partial(self._compute_loss, outer)
+        step = partial(self._run, trainer.training_step)
+        compute_outer = partial(self._compute_loss, outer)
         draw = partial(self._draw, trainer.get_batch_samples)
         with (
             replaced(trainer, training_step=step, compute_loss=compute_outer, get_batch_samples=draw),
@@ -253,7 +256,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         seen = copy.copy(inputs)
         if "num_items_in_batch" in kwargs or len(args) > 1:
             items = self._items(seen) if self._whose is not None else None
-            args, kwargs = args[:1], {**kwargs, "num_items_in_batch": items}
+            args = args[:1]
+            kwargs = {**kwargs, "num_items_in_batch": items}
         result = compute(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self._given_count is not None and isinstance(loss, Tensor) and loss.requires_grad:
@@ -320,7 +324,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Records the update that the Trainer made."""
-        trainer, accelerator = self._trainer, self._trainer.accelerator
+        trainer = self._trainer
+        accelerator = self._trainer.accelerator
         stepped = not accelerator.optimizer_step_was_skipped
         trainer.update = update = self._late.record(trainer.state.global_step - 1, self.norm, stepped=stepped)
         if accelerator.scaler is not None and not any(update.counts.values()):

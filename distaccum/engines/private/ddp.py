@@ -42,7 +42,7 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     hooks = [getattr(hook, "__qualname__", "") for hook, _ in getattr(wrapper, "_comm_hooks", ())]
     hooks_step = any("hook_then_optimizer" in name or "hook_with_zero" in name for name in hooks)
     steps = hooks_step or any(hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.parameters())
-    if steps or getattr(wrapper, "_delay_all_reduce_params", ()):
+    if steps or getattr(wrapper, "_delay_all_reduce_params", None):
         raise ValueError(
             "DDP with delay_all_reduce_named_params, or with an optimizer that steps inside backward "
             "(_apply_optimizer_in_backward, _register_fused_optim, hook_with_zero_step with overlap_with_ddp=True), "
