@@ -13,7 +13,7 @@ from distaccum import Accumulator, DistaccumError, Extension
 from distaccum.job import MOST_SKIPS
 from tests.support.counting import Counting
 from tests.support.engines import fully_sharded
-from tests.support.problems import gradient_of_trunk, join, make_batch, trunk
+from tests.support.problems import gradient_of_trunk, make_batch, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, hooked, loss_of, run_window, weights
 
@@ -61,21 +61,6 @@ def test_window_after_a_load_has_the_loaded_scale():
     steps_exactly(accumulator, model, before)
     with pytest.raises(ValueError, match="the state holds a scaler and this accumulator has none"):
         make()[1].load_state_dict(accumulator.state_dict())
-
-
-def test_scaler_changes_no_gradient():
-    model, scaler, accumulator = scaled()
-    before = weights(model)
-    window = run_window(accumulator.window(BATCHES), model)
-    assert error(gradient(model), 2.0**10 * gradient_of_trunk(BATCHES)) <= 1e-12
-    window.discard()
-    update = steps_exactly(accumulator, model, before)
-    assert update.loss == pytest.approx(loss_of(trunk(), join(BATCHES)).item(), rel=1e-12) and update.grad_norm is None
-    assert scaler.get_scale() == 2.0**10
-    run_window(accumulator.window(BATCHES), model).step()
-    assert scaler.get_scale() == 2.0**11, "one update() per window"
-    model, accumulator = make(scaler=GradScaler("cpu", enabled=False))
-    steps_exactly(accumulator, model, before)
 
 
 def poison(batch):
