@@ -273,7 +273,7 @@ def own_ways(source: Source) -> Counter[str]:
 # 8. A line has one idea, and a text has no effect
 
 # Breaches that are left; a number only falls.
-PACKED = {"auditing": 88, "engines": 6, "meshes": 13, "trainers": 14}
+PACKED = {"auditing": 88}
 ACTING = {"wrappers": 1}
 BUILTINS = "bool float id iter len list map max min next repr reversed set sorted str sum tuple type"
 OF_TEXTS = "encode format get items join keys lower removeprefix removesuffix replace startswith strip upper values"
