@@ -14,7 +14,7 @@ from ..text import plural, shorten
 from .facts import facts_of
 from .parts import Run, Updates
 from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
-from .schedules import ending, judge_lengths
+from .schedules import judge_schedules
 from .weights import CONTRAST, OWN_LOSS, weigh
 
 ONE = torch.ones(1)
@@ -39,7 +39,6 @@ EVENTS = {
         "call scaler.unscale_(optimizer) before it clips",
     ),
     "unscale": ("unscales in the middle of a window, to which others are added", "call unscale_ before the step"),
-    "schedule": ("steps the schedule in the middle of a window", "step it after the optimizer, once per update"),
     "again": ("steps again with the gradient of the step before", "step once per backward, and clear after the step"),
     "eval": ("trains in eval mode, and did not at first", "call model.train() after each evaluation"),
 }
@@ -61,7 +60,7 @@ def verdict(seen: Seen) -> Verdict:
 
 def _together(judged: Sequence[Verdict]) -> Verdict:
     every = [fault for group in reversed(judged) for fault in reversed(group.faults)]
-    faults = {(fault.kind, fault.text if fault.kind == "shared" else fault.where): fault for fault in every}
+    faults = {(fault.kind, fault.where): fault for fault in every}
     notes = dict.fromkeys(text for group in judged for text in group.notes)
     unjudged = dict.fromkeys(text for group in judged for text in group.unjudged)
     facts = dict.fromkeys(text for group in judged for text in group.facts)
@@ -105,25 +104,19 @@ def _judge(seen: Seen) -> Verdict:
         return each._replace(unjudged=[alone_from, *each.unjudged])
     by_weight = Verdict(faults, notes, unjudged, {})
     doubts = weigh(run, by_weight)  # which adds to these lists
-    faults += (
-        _scaled(updates, reckoned)
-        + _traffic(seen, updates)
-        + _events(seen, updates, Verdict([], notes, unjudged, {}))
-        + (apart or [])
-    )
+    judge_schedules(seen[0], by_weight)
+    faults += _scaled(updates, reckoned) + _traffic(seen, updates) + _events(seen, notes) + (apart or [])
     kinds = {fault.kind for fault in faults}  # the rest of a window after a clearing is not a short window
     hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)
     hidden += ["window", "lost"] * ("cleared" in kinds)
     if updates and not compared and not any(reckoning.unjudged for reckoning in reckoned.values()):
         unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
-    weighed = {(place, part.site) for place in run.parts for part in run.parts[place] if not part.is_own}
     unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
     unjudged += doubts * (not faults)
     unjudged.sort(key=lambda text: OWN_LOSS in text)
     hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
     left = [fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in faults if fault.kind not in hidden]
-    weights = len(weighed) + by_weight.judged.get("own", 0)
-    return Verdict(left, notes, unjudged, {"weights": weights, "receipts": compared}, facts_of(run, seen))
+    return Verdict(left, notes, unjudged, {**by_weight.judged, "receipts": compared}, facts_of(run, seen))
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
@@ -220,65 +213,26 @@ def _are_multiples(indices: Sequence[int]) -> bool:
     return len(indices) > 1 and indices[0] > 0 and all(index == (i + 1) * indices[0] for i, index in enumerate(indices))
 
 
-def _events(seen: Seen, updates: Updates, verdict: Verdict) -> list[Fault]:
+def _events(seen: Seen, notes: list[str]) -> list[Fault]:
+    """Finds what happens to gradients or models at the wrong moment."""
     faults = []
     for rank in seen:
         where: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
-        stepped: dict[str, set[int]] = defaultdict(set)  # schedules, by line
+        clipped = set[int]()
         for update in rank["updates"]:
             lines = [backward["line"] for backward in update["backwards"]]
-            for kind, line, before, whose in update["events"]:
-                if kind == "schedule":
-                    stepped[line].add(whose)
-                if whose <= LEAST.get(kind, -1):
-                    continue
-                if kind == "clip" and whose <= 1:
-                    kind = "idle clip"
-                is_within = kind in (*EVENTS, "idle clip") and {*lines[:before]} & {*lines[before:]}
-                if line and (kind in WHERE or is_within):
-                    where[kind, line].append(update["index"])
-        clips = {update["index"] for update in rank["updates"] if any(kind == "clip" for kind, *_ in update["events"])}
+            for kind, line, before, by in update["events"]:
+                clipped |= {update["index"]} if kind == "clip" else set()
+                is_within = kind in EVENTS and {*lines[:before]} & {*lines[before:]}
+                if line and by > LEAST.get(kind, -1) and (kind in WHERE or is_within):
+                    where["idle clip" if kind == "clip" and by <= 1 else kind, line].append(update["index"])
         for (kind, line), indices in where.items():
-            if kind == "late" and clips.issuperset(indices):
-                continue
             if kind == "idle clip":
-                verdict.notes.append(f"{line}: clips in the middle of a window, which has changed nothing so far")
-                continue
-            end = ending(rank, [*stepped[line]]) if kind == "schedule" else ""
-            if end:
-                _note_end(verdict, line, end)
-            # A schedule may step at an epoch's end, anywhere in a window
-            elif kind != "schedule" or 2 * len(indices) >= len(seen[0]["updates"]):
+                notes.append(f"{line}: clips in the middle of a window, which has changed nothing so far")
+            elif kind != "late" or not clipped.issuperset(indices):
                 text, hand = EVENTS[kind]
                 faults.append(Fault(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", hand))
-    first = [_schedules(ranks[0]) for (place, _), ranks in updates.items() if place == min(updates)[0]]
-    ids = {
-        line: [whose for update in seen[0]["updates"] for _, at, _, whose in update["events"] if at == line]
-        for line in {line for lines in first for line in lines}
-    }
-    for line, known in Counter(each for lines in first for each in lines.items() if each[1][0] > 1):
-        if 2 * sum(lines.get(line) == known for lines in first) >= len(first):
-            hand, window = "step it once per update, on any number of ranks", {}
-            text, by_window = f"steps the schedule {known[0]} times per update", known[1]
-            if by_window:
-                text += ", since window.step() steps it too"
-                hand, window = "leave this step out", {"window": "or leave scheduler= out of the Accumulator"}
-            elif end := ending(seen[0], ids[line]):
-                _note_end(verdict, line, end)
-                continue
-            faults.append(Fault("schedule", line, text, hand, **window))
-    return faults + judge_lengths(seen[0], verdict.notes)
-
-
-def _note_end(verdict: Verdict, line: str, end: str) -> None:
-    if end == "unknown":
-        verdict.unjudged.append(
-            f"{line}: a schedule that steps in each micro-batch, and where the whole run would end it"
-        )
-    else:
-        verdict.notes.append(
-            f"{line}: steps the schedule in each micro-batch; it was made for so many, and ends with the run"
-        )
+    return faults
 
 
 def _scaled(updates: Updates, reckoned: Mapping[Key, Reckoning]) -> list[Fault]:
@@ -289,7 +243,7 @@ def _scaled(updates: Updates, reckoned: Mapping[Key, Reckoning]) -> list[Fault]:
         paths = [
             path for each in update["backwards"] for path in [*each["own"], *(t["divisors"] for t in each["terms"])]
         ]
-        is_scaled = any(tuple(step[:2]) == ("mul", scale) for path in paths for step in path or ())
+        is_scaled = any(tuple(step) == ("mul", scale) for path in paths for step in path or ())
         if scale > 1 and is_scaled and known is not None and (known.factor or 1.0) * scale > 2:
             text = (
                 f"steps with a gradient that is {scale:.6g} times too large: nothing unscales what a GradScaler scaled"
@@ -297,17 +251,6 @@ def _scaled(updates: Updates, reckoned: Mapping[Key, Reckoning]) -> list[Fault]:
             hand, window = "call scaler.step(optimizer), which unscales it", "Accumulator(..., scaler=scaler)"
             faults.setdefault(update["line"], Fault("scaled", update["line"], text, hand, window))
     return [*faults.values()]
-
-
-def _schedules(update: dict[str, Any]) -> dict[str, tuple[int, bool]]:
-    """For each line, how often the schedule that it steps moves, and whether a window of ours steps it too."""
-    steps = Counter((line, whose) for kind, line, _, whose in update["events"] if kind == "schedule")
-    moves: dict[str, tuple[int, bool]] = {}
-    for line, whose in steps:
-        if line:
-            num = steps[line, whose] + steps.get(("", whose), 0)
-            moves[line] = max(moves.get(line, (0, False)), (num, ("", whose) in steps))
-    return moves
 
 
 def _traffic(seen: Seen, updates: Updates) -> list[Fault]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +14,6 @@ import torch
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
-PLACE = re.compile(r'File "(.+)", line (\d+)')
 # Files of the loops of others. With Lightning's manual optimisation the loop is the user's own.
 LOOPS = {
     "Trainer": f"{os.sep}transformers{os.sep}trainer.py",
@@ -41,12 +38,6 @@ def where() -> tuple[str, str]:
             return f"{path}:{frame.f_lineno}", inner
         frame = frame.f_back
     return inner, inner
-
-
-def line_in(stack: Sequence[str]) -> str:
-    """The innermost line of the user's code in a formatted stack; "" if there is none."""
-    places = (match.groups() for text in reversed(stack) if (match := PLACE.search(text)))
-    return next((f"{path}:{number}" for path, number in places if is_users(path)), "")
 
 
 def trainer() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ CHAIN = (
 LINEAR = {*SUMS, *_MORE.split()}  # nodes that scale and add up
 
 OWN, BENEATH = "own", 64  # what is no sum; how many nodes are looked at for a criterion beneath it
-TRACE = "traceback_"  # where anomaly detection keeps the stack that made a node
 
 
 def backwards() -> Iterator[tuple[Any, str, int]]:
@@ -121,7 +120,7 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], key: str, most
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
     Also each other term that is added to it ("add"), means with their number of elements ("mean"), products within a
-    batch ("pairs"), and what is no sum ("own"); each with the stack that made its node, if torch has kept it. Nodes
+    batch ("pairs"), and what is no sum ("own"). Nodes
     have their criterion in `metadata[key]`. `hear` gets the node of a FUSED criterion, and these numbers,
     where the loss is a sum of what it gives. Returns such numbers of each addend that is no criterion's.
     """
@@ -134,33 +133,31 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], key: str, most
         kind, _, overload = node.name().rpartition("Backward")
         name = kind if overload.isdigit() else node.name()
         if (term := node.metadata.get(key)) is not None:
-            term["divisors"] = [*path, (OWN, None, ())] if id(term) in reached else path
+            term["divisors"] = [*path, (OWN, None)] if id(term) in reached else path
             reached.add(id(term))
             own.pop(above, None)
             continue
         if name == FUSED and is_sum:
             hear(node, path)
             continue
-        mean = [("mean", _num_in(node), ())] * (name == "Mean")
+        mean = [("mean", _num_in(node))] * (name == "Mean")
         if root is None and name not in CHAIN:
             root = [*path, *mean]
         if above >= 0 and name == "Mm" and _is_square(node):
-            own[above] = [*own[above], ("pairs", None, ())]
+            own[above] = [*own[above], ("pairs", None)]
         if above < 0 and (name not in LINEAR or len(todo) >= most):
             above, own[i] = i, path if root is None else root
         if len(todo) >= (most if above < 0 else BENEATH):
             continue
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
         addends = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
-        steps = (
-            [("add", None, ())] * (len(addends) - 1) + [(OWN, None, ())] * (name not in LINEAR and name == kind) + mean
-        )
+        steps = [("add", None)] * (len(addends) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind) + mean
         for k, edge in addends:
             by: Any = None
             if name in ("Div", "Mul"):  # torch documents `_saved` names
                 by = node._saved_self if k else node._saved_other
                 by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
-                steps = [(OWN if k and name == "Div" else name.lower(), by, node.metadata.get(TRACE, ()))]
+                steps = [(OWN if k and name == "Div" else name.lower(), by)]
             is_whole = is_sum and name in SUMS and not getattr(by, "ndim", 0)
             todo.append((edge, [*path, *steps], is_whole, root, above))
     return [*own.values()]
@@ -187,24 +184,6 @@ def _names_beneath(node: Any) -> list[str]:
         node.next_functions[0][0] if node.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0") else None
     )
     return [node.name(), *([] if below is None else [below.name()])]
-
-
-@final
-class Stacks:
-    """Lets nodes of the graph keep the stack that made them, by which the line of a division is known."""
-
-    def __init__(self) -> None:
-        self._is_kept = False
-
-    def keep(self) -> None:
-        if not torch.is_anomaly_enabled():  # by the script
-            torch.autograd.set_detect_anomaly(True, check_nan=False)
-            self._is_kept = True
-
-    def stop(self) -> None:
-        if self._is_kept:
-            torch.autograd.set_detect_anomaly(False)
-            self._is_kept = False
 
 
 def source_of(iterator: Any) -> int:

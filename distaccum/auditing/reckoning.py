@@ -53,7 +53,6 @@ class Reckoning:
     Attributes:
         factor (float | None): Gradients divided by the ranks' average of what autograd gave, if one number fits.
         alone (list[float]): Like `factor`, for each rank and its own backwards, if nothing was reduced.
-        shared (str): Names of parameters to which each backward gives the same gradient.
         is_own (bool): The script does more with gradients than adding them up.
         is_tasks (bool): Backwards of one micro-batch reach different parameters.
     """
@@ -64,7 +63,7 @@ class Reckoning:
         self.notes, self.unjudged = list[str](), list[str]()
         self.factor: float | None = None
         self.alone: list[float] = []
-        self.shared, self.is_own = "", False
+        self.is_own = False
         self.index, self.line, self.ranks = first["index"], first["line"], [rank["rank"] for rank in seen]
         self.where = backwards[0][-1]["line"] if backwards[0] else self.line
         about = columns(seen[0], first["places"])
@@ -117,8 +116,6 @@ class Reckoning:
         factor = float(_ratio(self.closed[0], self.whole)[judged].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= self.bound)
-        repeats = judged & ~wrong & self._repeats()
-        self.shared = self._named(repeats) if repeats.any() and not repeats[judged].all() else ""
         rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
         is_unknown = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
         faults = self._explain(judged if is_unknown else wrong) if wrong.any() else []
@@ -134,12 +131,6 @@ class Reckoning:
 
     def _named(self, places: Tensor) -> str:
         return shorten([name for name, is_meant in zip(self.names, places.tolist(), strict=True) if is_meant])
-
-    def _repeats(self) -> Tensor:
-        """Tells to which parameters each backward gives the same gradient."""
-        most = [received.abs().amax((0, 2)) * (len(received) > 1) for received in self.received]
-        apart = [(received - received[:1]).abs().amax((0, 2)) for received in self.received]
-        return torch.stack([off < 1e-4 * size for off, size in zip(apart, most, strict=True)]).all(0)
 
     def _explain(self, wrong: Tensor) -> list[Fault]:
         """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""

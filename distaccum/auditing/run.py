@@ -17,13 +17,11 @@ from .session import Audit, watched
 
 def run(given: Any) -> int:
     """Returns the script's own exit status if it is not 0, otherwise the verdict's."""
-    if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("--plot without matplotlib, which draws it; pip install matplotlib, or leave it out")
     if given.folder is not None:
         Path(given.folder).mkdir(parents=True, exist_ok=True)
-    for path in filter(None, (given.json, given.plot)):
-        if not os.access(Path(path).parent, os.W_OK) or Path(path).is_dir():  # before hours of training
-            raise FileNotFoundError(f"{path} cannot be written; expected a file in a folder that is there")
+    path = Path(given.json or "report.json")
+    if given.json is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):  # before hours of training
+        raise FileNotFoundError(f"{path} cannot be written; expected a file in a folder that is there")
     code = _prepare(given)
     status: Any = 0
     errors, saved = sys.stderr, os.dup(2)  # the script may close or replace its own
@@ -41,8 +39,6 @@ def run(given: Any) -> int:
             os.write(saved, text.encode())
         if given.json is not None:
             Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-        if given.plot is not None:
-            report.plot(given.plot)
 
     with watched(None, given.updates, given.folder, tell) as report:  # which reports even if Ctrl-C ends the script
         try:

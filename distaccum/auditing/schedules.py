@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import statistics
 from typing import Any, final
 
-from .reckoning import Fault
+from .reckoning import Fault, Verdict
 
 LENGTHS = ("total_steps", "T_max", "total_iters")  # names in torch's schedules
 WARMS_UP = ("LinearLR", "ConstantLR")  # whose end is not the run's
@@ -40,28 +39,41 @@ def _length(schedule: Any) -> int | None:
     return next((int(length) for length in lengths if length), None)
 
 
-def judge_lengths(rank: dict[str, Any], notes: list[str]) -> list[Fault]:
-    """Finds schedules that were made for micro-batches and step once per update, so that they never end."""
-    faults = []
-    for known in rank["schedules"].values() if not rank["is_cut"] and rank["ended"] else ():
+def judge_schedules(rank: dict[str, Any], verdict: Verdict) -> None:
+    """Finds schedules that step several times per update, or that were made for micro-batches and never end."""
+    for key, known in rank["schedules"].items():
         updates = [update for update in rank["updates"] if update["optimizer"] == known["optimizer"]]
-        sizes = Counter(len(update["backwards"]) for update in updates)
-        if not known["length"] or not sizes:
+        stepped = [[line for _, line, _, whose in update["events"] if whose == key] for update in updates]
+        if not updates:
             continue
-        (steps, _), *_ = sizes.most_common(1)
-        text = f"{known['name']} is at step {known['at']} of {known['length']} when the run ends"
-        off = abs(known["at"] * steps - known["length"])  # less than an update, where it was made for micro-batches
-        if steps > 1 and off < steps and known["at"] > 2:
-            text += f"; it was made for micro-batches, of which an update has {steps}"
-            faults.append(Fault("schedule", known["line"], text, "make it for the number of updates"))
-        elif known["at"] < 0.9 * known["length"]:
-            notes.append(f"{known['line']}: {text}")
-    return faults
+        num = int(statistics.median(map(len, stepped)))
+        lines = {line for of_update in stepped for line in of_update}
+        where = next(filter(None, sorted(lines)), known["line"])
+        if num > 1:
+            _judge_often(rank, known, where, f"steps the schedule {num} times per update", "" in lines, verdict)
+        elif known["length"] and rank["ended"] and not rank["is_cut"]:
+            steps = int(statistics.median(len(update["backwards"]) for update in updates))
+            text = f"{known['name']} is at step {known['at']} of {known['length']} when the run ends"
+            off = abs(known["at"] * steps - known["length"])  # less than an update, where made for micro-batches
+            if steps > 1 and off < steps and known["at"] > 2:
+                text += f"; it was made for micro-batches, of which an update has {steps}"
+                verdict.faults.append(Fault("schedule", where, text, "make it for the number of updates"))
+            elif known["at"] < 0.9 * known["length"]:
+                verdict.notes.append(f"{where}: {text}")
 
 
-def ending(rank: dict[str, Any], ids: Sequence[int]) -> str:
-    """How these schedules end: "with the run", "unknown" where the audit cut it, or ""."""
-    known = [rank["schedules"][key] for key in ids if key in rank["schedules"]]
-    if known and all(each["has_ended"] for each in known):
-        return "with the run"
-    return "unknown" if rank["is_cut"] and any(each["length"] for each in known) else ""
+def _judge_often(
+    rank: dict[str, Any], known: dict[str, Any], where: str, text: str, by_window: bool, verdict: Verdict
+) -> None:
+    """Judges a schedule that steps several times per update: one that was made for as many steps ends with the run."""
+    if by_window:
+        window = "or leave scheduler= out of the Accumulator"
+        text += ", since window.step() steps it too"
+        verdict.faults.append(Fault("schedule", where, text, "leave this step out", window))
+    elif known["has_ended"]:
+        verdict.notes.append(f"{where}: {text}; it was made for so many, and ends with the run")
+    elif rank["is_cut"] and known["length"]:
+        verdict.unjudged.append(f"{where}: {text}, and where the whole run would end it")
+    else:
+        hand = "step it after the optimizer, once per update, on any number of ranks"
+        verdict.faults.append(Fault("schedule", where, text, hand))

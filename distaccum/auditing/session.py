@@ -116,24 +116,6 @@ class Audit:
         if not (self.judged and self.updates):
             self.status = 2
 
-    def plot(self, path: str) -> None:
-        """Draws the weight of a token in each micro-batch, by update."""
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
-        for seen in self.seen:
-            points = [
-                (update["index"] + step / len(update["backwards"]), term["seed"] / (term["count"] or 1))
-                for update in seen["updates"]
-                for step, backward in enumerate(update["backwards"])
-                for term in backward["terms"][:1]
-            ]
-            axes.plot([x for x, _ in points], [y for _, y in points], ".", label=f"rank {seen['rank']}")
-        axes.set(xlabel="update", ylabel="weight", title=str(self).splitlines()[0])
-        axes.legend()
-        figure.savefig(path)
-        pyplot.close(figure)
-
 
 def audit(
     model: nn.Module | None = None, *, updates: int | None = None, folder: str | None = None

@@ -10,7 +10,6 @@ from typing import Any, final
 from torch import Tensor
 
 from .ledger import Ledger, Receipts, on_host, quietly
-from .lines import line_in
 from .private import version
 
 AFTER = ("late", "again")  # kinds of what happens after the step of an update
@@ -185,10 +184,9 @@ def parameters_of(optimizer: Any) -> Iterable[Any]:
     return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
 
 
-def _plain(how: str, value: Any, stack: Sequence[str]) -> tuple[str, float | None, str]:
-    """Reads a factor, and the script's line in its stack; of several ("muls"), as of a mask, the largest."""
-    line = line_in(stack)
+def _plain(how: str, value: Any) -> tuple[str, float | None]:
+    """Reads a factor; of several ("muls"), as of a mask, the largest."""
     with suppress(RuntimeError, TypeError, ValueError):  # a dispatch mode cannot read it
         is_one = not isinstance(value, Tensor) or value.numel() == 1
-        return how + "s" * (not is_one), float(value if is_one else value.abs().max()), line
-    return how, None, line
+        return how + "s" * (not is_one), float(value if is_one else value.abs().max())
+    return how, None

