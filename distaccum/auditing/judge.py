@@ -46,8 +46,10 @@ EVENTS = {
 
 def verdict(seen: Seen) -> Verdict:
     at_work = [rank for rank in seen if rank["updates"]] or seen
-    groups = _groups(at_work)
-    faults, notes, unjudged, judged, facts = _together([_judge(group) for group in groups])
+    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # ranks with parameters of the same shapes
+    for rank in at_work:
+        groups[tuple(rank["parameters"]["numel"]), tuple(rank["parameters"]["vector"])].append(rank)
+    faults, notes, unjudged, judged, facts = _together([_judge(group) for group in groups.values()])
     if len(groups) > 1:
         notes.append(f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone")
     if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
@@ -135,31 +137,6 @@ def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int
                 reckoning, kept = every, kept | {place}
         reckoned[place, index], before[place] = reckoning, reckoning.closed
     return reckoned, kept
-
-
-def _groups(seen: Seen) -> list[Seen]:
-    """Ranks that train the same parameters: those of another stage of a pipeline are judged apart."""
-    groups: list[Any] = []
-    for rank in seen:
-        if not rank["updates"] or "places" not in rank["updates"][0]:
-            return [seen]
-        mates = next((group for group in groups if _are_mates(group[0], rank)), None)
-        if mates is None:
-            groups.append([rank])
-        else:
-            mates.append(rank)
-    if len(groups) == 1:
-        return groups
-    firsts = [Reckoning(group, [rank["updates"][0] for rank in group], None) for group in groups]
-    return groups if all(first.factor is not None or first.faults for first in firsts) else [seen]  # FSDP1's
-
-
-def _are_mates(rank: dict[str, Any], other: dict[str, Any]) -> bool:
-    first, second = rank["updates"][0], other["updates"][0]
-    if rank["mesh"] != other["mesh"] or first["places"] != second["places"]:
-        return False
-    values, vectors = [first["values"], second["values"]], columns(rank, first["places"])["vector"]
-    return bool(rank["mesh"] or (values[0].shape == values[1].shape and same_on_all(values, vectors).any()))
 
 
 def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
@@ -255,33 +232,24 @@ def _scaled(updates: Updates, reckoned: Mapping[Key, Reckoning]) -> list[Fault]:
 
 def _traffic(seen: Seen, updates: Updates) -> list[Fault]:
     """Finds reductions before a window's last backward: after it, ranks with different gradients have equal ones."""
-    early, windows, sent, least = Counter[str](), 0, 0, 0  # by line; bytes
+    early = Counter[str]()  # by line
+    windows = 0
     for ranks in updates.values() if len(seen) > 1 else ():
         every = [update["backwards"] for update in ranks]
         is_known = all("left" in backward for backwards in every for backward in backwards)
         if len({*map(len, every)}) > 1 or len(every[0]) < 2 or not is_known:
             continue
-        about, windows = columns(seen[0], ranks[0]["places"]), windows + 1
-        size, copies = about["bytes"], about["copies"]
+        windows += 1
+        is_whole = columns(seen[0], ranks[0]["places"])["copies"] == 0
         for of_ranks in list(zip(*every, strict=True))[:-1]:
             after, got = (torch.stack([backward[key] for backward in of_ranks]) for key in ("left", "received"))
-            line, reduced = of_ranks[0]["line"], (copies == 0) & _alike(after) & ~_alike(got)
-            if reduced.any():
-                early[line] += 1
-                sent += int(size[reduced].sum())
-        least += int(size[(copies == 0) & after.any(-1).any(0)].sum())
+            early[of_ranks[0]["line"]] += bool((is_whole & _alike(after) & ~_alike(got)).any())
     num = early.total()
-    if 2 * num <= windows:  # none, or now and then, as torch's pipelines over DDP do in their first update
+    if 2 * num <= windows:  # none, or now and then
         return []
-    text = f"{num / windows + 1:.3g} reductions of {_mib(sent / num)} per update, and the last would do"
-    if abs(sent * windows - least * num) > 0.01 * least * num:  # only a part of the parameters is reduced early
-        text += f" ({_mib((sent + least) / windows)}, where {_mib(least / windows)} is enough)"
+    text = f"{num / windows + 1:.3g} reductions per update, and the last would do"
     hand = "run forward and backward of all micro-batches of a window but the last in model.no_sync()"
     return [Fault("traffic", early.most_common(1)[0][0], text, hand)]
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.3g} MiB"
 
 
 def _alike(values: Tensor) -> Tensor:

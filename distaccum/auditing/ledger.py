@@ -42,7 +42,6 @@ class Ledger:
         self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
         self.names: dict[int, str] = {}  # by place
         self.coarse: set[int] = set()  # places of gradients in half precision
-        self.mesh: list[int] = []  # the ranks that FSDP2 shards over
         self.receiving: Receipts | None = None  # of the backward that runs now
         self.hooked: set[int] = set()  # places of those that the script has hooked, and may change unseen
         self.wrapped = False  # data-parallel, by DDP, FSDP1 or FSDP2
@@ -120,9 +119,8 @@ class Ledger:
             "hooked": [place in self.hooked for place in range(len(self.parameters))],
             "vector": [parameter.ndim < 2 for parameter in self.parameters],
             "numel": [parameter.numel() for parameter in self.parameters],
-            "bytes": [parameter.numel() * parameter.element_size() for parameter in self.parameters],
         }
-        return {"parameters": about, "wrapped": self.wrapped, "mesh": self.mesh}
+        return {"parameters": about, "wrapped": self.wrapped}
 
     # Receipts
 
@@ -139,8 +137,6 @@ class Ledger:
             if is_hooked(leaf):
                 self.hooked.add(place)
             self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
-            if leaf is not parameter:
-                self.mesh = parameter.device_mesh.mesh.flatten().tolist()
             if torch.finfo(leaf.dtype).eps > 1e-4:
                 self.coarse.add(place)
 

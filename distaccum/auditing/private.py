@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,45 +51,19 @@ def backwards() -> Iterator[tuple[Any, str, int]]:
             yield kind, "backward", 1
 
 
-def _sharded(models: Sequence[nn.Module]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields FSDP2's modules, each with its groups and their parameters."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in {id(m): m for model in models for m in model.modules()}.values() if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
-            for group in fsdp2.groups_of(fsdp2.state_of(module)):
-                yield from ((module, group, parameter) for parameter in group.fsdp_params)
-
-
 def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
     """The gathered parameters that get autograd's gradients, by the ids of FSDP2's shards."""
-    return ((id(parameter.sharded_param), fsdp2.gathered_of(parameter)) for *_, parameter in _sharded(roots))
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in {id(m): m for root in roots for m in root.modules()}.values() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            for group in fsdp2.groups_of(fsdp2.state_of(module)):
+                yield from ((id(p.sharded_param), fsdp2.gathered_of(p)) for p in group.fsdp_params)
 
 
 def starts_of(tensor: Any) -> tuple[int, ...]:
     """Where this rank's block of a DTensor begins in the whole, by dimension, as torch's checkpoints ask for it."""
     blocks = tensor.__create_chunk_list__() if hasattr(tensor, "to_local") else ()
     return tuple(blocks[0].offsets) if blocks else (0,) * tensor.ndim
-
-
-class Source(NamedTuple):
-    """A leaf that backwards reach, the parameter that gets its gradient, and the dtype in which it accumulates."""
-
-    leaf: Any
-    parameter: Any
-    dtype: torch.dtype
-
-
-def sources_of(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[Source]:
-    """Pairs parameters with the leaves that the coming window's backwards will reach; may gather them."""
-    of_shards: dict[int, Source] = {}
-    for module, group, parameter in _sharded(models):
-        if fsdp2.gathered_of(parameter) is None:
-            module.unshard()  # before its first forward; one at a time, as the whole model may not fit
-            module.reshard()
-        shard = parameter.sharded_param
-        dtype = max(fsdp2.adds_up_in(group, parameter), shard.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        of_shards[id(shard)] = Source(fsdp2.gathered_of(parameter), shard, dtype)
-    return [of_shards.get(id(p), Source(p, p, p.dtype)) for p in parameters]
 
 
 def version(tensor: Any) -> int:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..text import shorten
-from .receipt import COARSE, NUM, fit
+from .receipt import NUM, fit
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Key = tuple[int, int]  # the optimizer's place, and the update's index
-FINE = 1e-3  # relative errors that are none, unless they are in half precision
+FINE, COARSE = 1e-3, 5e-2  # relative errors that are none, in half precision too
 WINDOW = (
     "for window in Accumulator(model, optimizer, steps=...).windows(loader): in its loop window.backward(loss), after "
     "it window.step()"
