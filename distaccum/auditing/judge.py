@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,22 +14,28 @@ from .facts import facts_of
 from .parts import Run, Updates
 from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
 from .schedules import judge_schedules
-from .weights import CONTRAST, OWN_LOSS, weigh
+from .weights import OWN_LOSS, weigh
 
-ONE = torch.ones(1)
 WHERE = ("eval", "again", "late", "scaled")  # wrong wherever they are
 # So many times the bound clips; one that no gradient comes near to is there for its norm.
 LEAST = {"clip": 1e-3, "late": 1e-3, "scaled": 1.0}
-ALONE = "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
-IN_STEP = "each rank steps with a gradient of its own, and parameters stay equal; what its step reduces is not seen"
-TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
-TRAINERS = {
-    "AccumulatingTrainer": "AccumulatingTrainer(..., count=..., reduction=...), and a loss that nothing else divides",
-    "Trainer": "from distaccum.transformers import AccumulatingTrainer: use it in the place of Trainer, or with a "
-    "subclass: class Mine(AccumulatingTrainer, SFTTrainer)",
-    "Lightning": "from distaccum.lightning import ExactAccumulation: Trainer(..., "
-    "callbacks=[ExactAccumulation(count=...)]), and a loss that nothing else divides",
+ALONE = (
+    "each rank steps with a gradient of its own, as independent runs and local SGD do, or a step that reduces; reduce "
+    "each gradient if they are to train as one"
+)
+# Faults that follow from another: the rest of a window after a clearing is not a short window.
+CAUSES = {
+    "clip": ("uneven", "lost"),
+    "unscale": ("uneven", "lost"),
+    "cleared": ("window", "lost"),
+    "window": ("run's tail",),
+    "tail": ("run's tail",),
 }
+TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
+TRAINER = (
+    "AccumulatingTrainer of distaccum.transformers in the place of Trainer, with count= and a loss that nothing else "
+    "divides; in Lightning callbacks=[ExactAccumulation(count=...)], of distaccum.lightning"
+)
 EVENTS = {
     "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
     "late": ("clips after the step, which has used the gradient unclipped", "clip before the step"),
@@ -54,9 +59,8 @@ def verdict(seen: Seen) -> Verdict:
         notes.append(f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone")
     if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
         notes.append(f"rank {', '.join(idle)} makes no update")
-    trainers = {update["trainer"] for rank in seen for update in rank["updates"]}
-    if len(trainers) == 1 and (cure := TRAINERS.get(*trainers)) is not None:  # its user writes no loop
-        faults = [fault if fault.window == CONTRAST else fault._replace(window=cure) for fault in faults]
+    if any(update["trainer"] for rank in seen for update in rank["updates"]):  # whose user writes no loop
+        faults = [fault._replace(window=TRAINER) for fault in faults]
     return Verdict(faults, notes, unjudged, judged, facts)
 
 
@@ -77,48 +81,41 @@ def _judge(seen: Seen) -> Verdict:
     for rank in seen:
         for update in rank["updates"]:
             by_key[update["optimizer"], update["index"]].append(update)
-    updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
-    left_out = len(by_key) - len(updates)
-    reckoned, kept = _reckon(seen, updates)
-    own = {place for (place, _), reckoning in reckoned.items() if reckoning.is_own}
-    moved = {place for (place, _), ranks in updates.items() if any(update["moved"] for update in ranks)}  # as SAM does
-    faults = [
-        fault
-        for (place, _), reckoning in sorted(reckoned.items(), key=lambda known: known[0])
-        for fault in reckoning.faults
-        if place not in moved and (place not in own or fault.kind not in ("uneven", "stale"))
-    ]
-    faults += _cleared(seen, kept | own | moved)
-    notes = [note for reckoning in reckoned.values() for note in reckoning.notes]
-    unjudged = [text for reckoning in reckoned.values() for text in reckoning.unjudged]
-    gone = [(line, ranks[0]["line"]) for ranks in updates.values() for line in ranks[0]["gone"]]
-    notes += [f"{of}: steps with some backwards of {line}, and another optimizer with the others" for line, of in gone]
-    updates = {key: [_used(update, key[0] in kept) for update in ranks] for key, ranks in updates.items()}
-    updates = {key: ranks for key, ranks in updates.items() if all(update["backwards"] for update in ranks)}
-    run, apart = Run(updates, reckoned, len(seen)), _apart(seen, updates, notes)
+    whole = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
+    reckoned, kept = _reckon(seen, whole)
+    used = {key: [_used(update, key[0] in kept) for update in ranks] for key, ranks in whole.items()}
+    updates = {key: ranks for key, ranks in used.items() if all(update["backwards"] for update in ranks)}
+    run = Run(updates, reckoned, len(seen))
     compared = sum(reckoning.factor is not None or bool(reckoning.faults) for reckoning in reckoned.values())
     alone = {key: reckoning.alone for key, reckoning in reckoned.items() if reckoning.alone}
     if 0 < len(alone) == compared and not any(rank["wrapped"] for rank in seen) and not run.is_one_mean(alone):
         each = _together([_judge([rank]) for rank in seen])
-        if apart is None:
-            return each._replace(notes=[notes[-1], *each.notes])
-        alone_from = f"{next(iter(updates.values()))[0]['line']}: {ALONE if apart else IN_STEP}"
-        return each._replace(unjudged=[alone_from, *each.unjudged])
-    by_weight = Verdict(faults, notes, unjudged, {})
-    doubts = weigh(run, by_weight)  # which adds to these lists
-    judge_schedules(seen[0], by_weight)
-    faults += _scaled(updates, reckoned) + _traffic(seen, updates) + _events(seen, notes) + (apart or [])
-    kinds = {fault.kind for fault in faults}  # the rest of a window after a clearing is not a short window
-    hidden = ["not reduced"] * (apart is None) + ["uneven", "lost"] * bool({"clip", "unscale"} & kinds)
-    hidden += ["window", "lost"] * ("cleared" in kinds)
+        return each._replace(unjudged=[f"{next(iter(updates.values()))[0]['line']}: {ALONE}", *each.unjudged])
+    own = {place for (place, _), reckoning in reckoned.items() if reckoning.is_own}
+    moved = {place for (place, _), ranks in whole.items() if any(update["moved"] for update in ranks)}  # as SAM does
+    verdict = Verdict([], [], [], {"weights": 0, "receipts": compared})
+    for (place, _), reckoning in sorted(reckoned.items(), key=lambda known: known[0]):
+        verdict.notes.extend(reckoning.notes)
+        verdict.unjudged.extend(reckoning.unjudged)
+        are_meant = [fault for fault in reckoning.faults if place not in own or fault.kind not in ("uneven", "stale")]
+        verdict.faults.extend(are_meant if place not in moved else [])
+    verdict.faults.extend(_cleared(seen, kept | own | moved))
+    doubts = weigh(run, verdict)  # which adds to its lists
+    judge_schedules(seen[0], verdict)
+    verdict.faults.extend(_scaled(updates, reckoned) + _traffic(seen, updates) + _events(seen, verdict.notes))
+    verdict.faults.extend(_apart(seen, updates))
     if updates and not compared and not any(reckoning.unjudged for reckoning in reckoned.values()):
-        unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
-    unjudged += [f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key))
-    unjudged += doubts * (not faults)
-    unjudged.sort(key=lambda text: OWN_LOSS in text)
-    hidden += ["run's tail"] * ("window" in kinds or "tail" in kinds)  # one cause
-    left = [fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in faults if fault.kind not in hidden]
-    return Verdict(left, notes, unjudged, {**by_weight.judged, "receipts": compared}, facts_of(run, seen))
+        verdict.unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
+    left_out = len(by_key) - len(whole)
+    verdict.unjudged.extend([f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key)))
+    verdict.unjudged.extend(doubts * (not verdict.faults))
+    verdict.unjudged.sort(key=lambda text: OWN_LOSS in text)
+    kinds = {fault.kind for fault in verdict.faults}
+    hidden = {by for kind, others in CAUSES.items() if kind in kinds for by in others}
+    left = [
+        fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in verdict.faults if fault.kind not in hidden
+    ]
+    return verdict._replace(faults=left, facts=facts_of(run, seen))
 
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
@@ -149,32 +146,29 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
     faults = []
     for rank, place in ((each, place) for each in seen for place in each["rest"] if place not in kept):
         updates = [update for update in rank["updates"] if update["optimizer"] == place]
-        used, rest = [_used(update, has_cleared=False)["backwards"] for update in updates], rank["rest"][place]
-        own = {backward["line"] for backwards in used for backward in backwards}
-        last = [update["backwards"][-1] for update in updates if not update.get("closed", ONE).any()]
-        own |= {backward["line"] for backward in last if backward["cleared"]}
-        every = [*(update["backwards"] for update in updates), rest]
-        gone = [(tuple(b["cleared"] or ("", "")), i) for i, each in enumerate(every) for b in each if b["line"] in own]
-        groups = Counter(key for key, _ in gone if key[1])
-        when = {key: i for key, i in reversed(gone) if key[1]}
+        used = [_used(update, has_cleared=False)["backwards"] for update in updates]
+        every = [*(update["backwards"] for update in updates), rank["rest"][place]]
+        own = {backward["line"] for backwards in (used if any(used) else every[:-1]) for backward in backwards}
+        groups: dict[Any, list[int]] = defaultdict(list)  # the updates of backwards that went together
+        for i, backward in ((i, backward) for i, backwards in enumerate(every) for backward in backwards):
+            if backward["line"] in own and backward["cleared"] and backward["cleared"][1]:
+                groups[tuple(backward["cleared"])].append(i)
         lengths = {*map(len, used)}
-        parts = {key: i for key, i in when.items() if not key[2] and groups[key] not in lengths}
-        # Otherwise it is now and then, as for a loss that is not finite, or before the first update.
-        is_often, at_epochs = 2 * len({*when.values()}) > len(used), _are_multiples(sorted(parts.values()))
-        left = [backward["line"] for backward in rest if not backward["cleared"] and backward["line"] in own]
-        left = left * rank["ended"]  # not by an error or Ctrl-C
-        by_line: dict[tuple[str, bool], int] = defaultdict(int)
-        for (_, line, ended), num in groups.items():
-            if is_often or at_epochs or (ended and num != max(lengths)):
-                by_line[line, ended or not is_often] += num
-        for (line, ended), num in by_line.items():
-            if (line, False) not in by_line:
-                text = f"clears {plural(num, 'micro-batch')} at an epoch's end before any step"
-                text += f", and no step follows the run's last {len(left)}" * bool(left)
-                faults.append(Fault("tail", line, f"{text}{_share(num + len(left), every)}", TAIL))
-            elif not ended:
-                text = f"clears {num + by_line.get((line, True), 0)} backwards before any step"
+        is_often = 2 * len({indices[0] for indices in groups.values()}) > len(used)
+        others = sorted(i[0] for (*_, ended), i in groups.items() if not ended and len(i) not in lengths)
+        at_epochs = _are_multiples(others)
+        left = [each["line"] for each in every[-1] if not each["cleared"] and each["line"] in own and rank["ended"]]
+        for line in dict.fromkeys(line for _, line, _ in groups):
+            of_line = [(ended, len(indices)) for (_, at, ended), indices in groups.items() if at == line]
+            # Otherwise it is now and then, as for a loss that is not finite, or before the first update.
+            tails = [num for ended, num in of_line if is_often or at_epochs or (ended and num != max(lengths))]
+            if is_often and not all(ended for ended, _ in of_line):
+                text = f"clears {sum(tails)} backwards before any step"
                 faults.append(Fault("cleared", line, text, "clear gradients after the step alone"))
+            elif tails:
+                text = f"clears {plural(sum(tails), 'micro-batch')} at an epoch's end before any step"
+                text += f", and no step follows the run's last {len(left)}" * bool(left)
+                faults.append(Fault("tail", line, f"{text}{_share(sum(tails) + len(left), every)}", TAIL))
         if left:
             text = f"no step follows the run's last {plural(len(left), 'micro-batch')}{_share(len(left), every)}"
             faults.append(Fault("run's tail", left[-1], text, TAIL))
@@ -216,17 +210,12 @@ def _scaled(updates: Updates, reckoned: Mapping[Key, Reckoning]) -> list[Fault]:
     """Finds steps with a gradient in which a GradScaler's factor still is."""
     faults: dict[str, Fault] = {}
     for key, (update, *_) in updates.items():
-        scale, known = update["left_scaled"], reckoned.get(key)
-        paths = [
-            path for each in update["backwards"] for path in [*each["own"], *(t["divisors"] for t in each["terms"])]
-        ]
-        is_scaled = any(tuple(step) == ("mul", scale) for path in paths for step in path or ())
-        if scale > 1 and is_scaled and known is not None and (known.factor or 1.0) * scale > 2:
-            text = (
-                f"steps with a gradient that is {scale:.6g} times too large: nothing unscales what a GradScaler scaled"
-            )
-            hand, window = "call scaler.step(optimizer), which unscales it", "Accumulator(..., scaler=scaler)"
-            faults.setdefault(update["line"], Fault("scaled", update["line"], text, hand, window))
+        scale = update["left_scaled"]
+        factor = reckoned[key].factor if key in reckoned else None
+        if scale > 1 and factor is not None and factor * scale > 2:
+            text = f"steps with a gradient that is {scale:.6g} times too large: nothing unscales it"
+            hand = "call scaler.step(optimizer), which unscales it"
+            faults[update["line"]] = Fault("scaled", update["line"], text, hand, "Accumulator(..., scaler=scaler)")
     return [*faults.values()]
 
 
@@ -258,20 +247,15 @@ def _alike(values: Tensor) -> Tensor:
     return ((values - values[:1]).abs().amax((0, 2)) <= 1e-6 * size) & values.any(-1).all(0)
 
 
-def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None:
-    """Finds parameters that were equal on all ranks at first and not at the end; None if they become equal again."""
-    known = [ranks for ranks in updates.values() if all(update.get("places") for update in ranks)]
-    known = [ranks for ranks in known if ranks[0]["optimizer"] == known[0][0]["optimizer"]]
+def _apart(seen: Seen, updates: Updates) -> list[Fault]:
+    """Finds parameters that were equal on all ranks at first and not at the end."""
+    known = [ranks for ranks in updates.values() if all("places" in update for update in ranks)]
     if len(seen) == 1 or not known:
         return []
     places = known[0][0]["places"]
-    if any(update["places"] != places for ranks in known for update in ranks):
-        return []
+    known = [ranks for ranks in known if all(update["places"] == places for update in ranks)]
     about = columns(seen[0], places)
-    same = [same_on_all([update["values"] for update in ranks], about["vector"]) for ranks in known]
-    if any(bool((~before & now).any()) for before, now in pairwise(same)):
-        notes.append(f"{known[0][0]['line']}: each rank steps alone, and parameters are averaged now and then")
-        return None
-    apart = [about["name"][i] for i in (same[0] & ~same[-1]).nonzero().flatten().tolist()]
+    first, last = (same_on_all([update["values"] for update in known[i]], about["vector"]) for i in (0, -1))
+    apart = [about["name"][i] for i in (first & ~last).nonzero().flatten().tolist()]
     text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
     return [Fault("apart", known[0][0]["line"], text, "reduce every gradient on every rank")] if apart else []

@@ -14,6 +14,7 @@ from ..norms import names_of
 from .private import gathered_parameters, is_hooked
 from .receipt import is_seen, num_copies, project
 
+ROW = ("name", "coarse", "hooked", "vector", "numel", "copies")
 Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")
 failures: dict[str, None] = {}
@@ -38,38 +39,29 @@ class Ledger:
     """The parameters of all optimizers, each with a place in the order in which they were met."""
 
     def __init__(self) -> None:
-        self.parameters: list[Any] = []  # alive while an optimizer is, so no other gets their id
+        self.rows: list[dict[str, Any]] = []  # what is known of each parameter, in plain numbers
         self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
-        self.names: dict[int, str] = {}  # by place
-        self.coarse: set[int] = set()  # places of gradients in half precision
         self.receiving: Receipts | None = None  # of the backward that runs now
-        self.hooked: set[int] = set()  # places of those that the script has hooked, and may change unseen
         self.wrapped = False  # data-parallel, by DDP, FSDP1 or FSDP2
         self.unseen: set[int] = set()  # places of those that receipts cannot see
         self._places: dict[int, int] = {}  # by id
         self._refs: list[weakref.ref[Any]] = []  # by place
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known, self._trained = (0, 0), list[weakref.ref[nn.Module]]()
-        self._hooks: dict[int, Any] = {}
+        self._hooks: dict[int, tuple[Any, Any]] = {}  # a leaf, weakly, and its hook, by place
 
     def place(self, parameter: Any) -> int:
         place = self._places.get(id(parameter))
-        if place is None or self._refs[place]() is not parameter:
-            place = self._places[id(parameter)] = len(self.parameters)
-            self.parameters.append(parameter)
+        if place is None or self._refs[place]() is not parameter:  # another one had this id
+            place = self._places[id(parameter)] = len(self.rows)
+            known = (f"parameter {place}", False, False, parameter.ndim < 2, parameter.numel(), num_copies(parameter))
+            self.rows.append(dict(zip(ROW, known, strict=True)))
             self._refs.append(weakref.ref(parameter))
-        self.parameters[place] = parameter
         return place
 
-    def release(self, owner: int) -> None:
-        """Keeps no parameter alive for an optimizer that is gone."""
-        for place, owners in [*self.owners.items()]:
-            owners.discard(owner)
-            if not owners and not hasattr(parameter := self.parameters[place], "to_local"):
-                del self.owners[place]
-                if (hook := self._hooks.pop(id(parameter), None)) is not None:
-                    hook.remove()
-                self.parameters[place] = torch.empty_like(parameter, device="meta")
+    def parameter(self, place: int) -> Any:
+        """A parameter that is alive, or None."""
+        return self._refs[place]()
 
     def owners_of(self, parameters: Iterable[nn.Parameter]) -> set[int]:
         """The optimizers that hold any of these parameters that has a gradient."""
@@ -104,23 +96,12 @@ class Ledger:
         modules = (module for root in self.roots() for module in root.modules())
         self.wrapped |= self.has_shards() or any(type(module).__name__.endswith("DataParallel") for module in modules)
         by_id = names_of(self.roots())
-        for place, parameter in enumerate(self.parameters):
-            if (name := by_id.get(id(parameter))) is not None:
-                self.names[place] = name.removeprefix("module.")
+        for row, ref in zip(self.rows, self._refs, strict=True):
+            if (name := by_id.get(id(ref()))) is not None:
+                row["name"] = name.removeprefix("module.")
 
     def has_shards(self) -> bool:
-        return any(map(num_copies, self.parameters))
-
-    def as_dict(self) -> dict[str, Any]:
-        about = {
-            "name": [self.names.get(place, f"parameter {place}") for place in range(len(self.parameters))],
-            "coarse": [place in self.coarse for place in range(len(self.parameters))],
-            "copies": [*map(num_copies, self.parameters)],
-            "hooked": [place in self.hooked for place in range(len(self.parameters))],
-            "vector": [parameter.ndim < 2 for parameter in self.parameters],
-            "numel": [parameter.numel() for parameter in self.parameters],
-        }
-        return {"parameters": about, "wrapped": self.wrapped}
+        return any(row["copies"] for row in self.rows)
 
     # Receipts
 
@@ -128,21 +109,21 @@ class Ledger:
     def arm(self) -> None:
         """Hooks every leaf that has no hook yet: FSDP2's appear in the first forward."""
         gathered = dict(gathered_parameters(self.roots())) if self.has_shards() else {}
-        for place, parameter in enumerate(self.parameters):
-            leaf = gathered.get(id(parameter), parameter)
-            if leaf is None or id(leaf) in self._hooks or not leaf.requires_grad or not is_seen(leaf):
+        for place, (row, ref) in enumerate(zip(self.rows, self._refs, strict=True)):
+            leaf = gathered.get(id(ref()), ref())
+            known, _ = self._hooks.get(place, (None, None))
+            if leaf is None or (known is not None and known() is leaf) or not leaf.requires_grad or not is_seen(leaf):
                 continue
             if num_copies(leaf):  # a shard that is not gathered, or tensor-parallel
                 continue
-            if is_hooked(leaf):
-                self.hooked.add(place)
-            self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
-            if torch.finfo(leaf.dtype).eps > 1e-4:
-                self.coarse.add(place)
+            row["hooked"] |= is_hooked(leaf)
+            row["coarse"] |= torch.finfo(leaf.dtype).eps > 1e-4
+            self._hooks[place] = (weakref.ref(leaf), leaf.register_hook(partial(self._receive, place)))
 
     def disarm(self) -> None:
         while self._hooks:
-            self._hooks.popitem()[1].remove()
+            _, (_, hook) = self._hooks.popitem()
+            hook.remove()
 
     @quietly
     def _receive(self, place: int, gradient: Tensor) -> None:
@@ -153,8 +134,8 @@ class Ledger:
         """Takes receipts of the gradients as they are now, or of the parameters themselves."""
         taken: Receipts = {}
         for place in places:
-            parameter = self.parameters[place]
-            tensor = parameter if of_values else parameter.grad
+            parameter = self.parameter(place)
+            tensor = parameter if of_values or parameter is None else parameter.grad
             if tensor is None:
                 continue
             if tensor.is_sparse or not is_seen(parameter):

@@ -15,10 +15,7 @@ OURS = f"{Path(__file__).parents[1]}{os.sep}"
 BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
 # Files of the loops of others. With Lightning's manual optimisation the loop is the user's own.
-LOOPS = {
-    "Trainer": f"{os.sep}transformers{os.sep}trainer.py",
-    "Lightning": f"{os.sep}loops{os.sep}optimization{os.sep}automatic.py",
-}
+LOOPS = (f"{os.sep}transformers{os.sep}trainer.py", f"{os.sep}loops{os.sep}optimization{os.sep}automatic.py")
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # of the user, or of another prefix
 
 
@@ -40,10 +37,7 @@ def where() -> tuple[str, str]:
     return inner, inner
 
 
-def trainer() -> str:
-    """Tells whose loop runs: an "AccumulatingTrainer"'s, a "Trainer"'s, "Lightning"'s, or "", the user's own."""
-    paths = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
-    ends = ((whose, end) for whose, end in LOOPS.items() if any(path.endswith(end) for path in paths))
-    whose, _ = next(ends, ("", ""))
-    is_ours = whose == "Trainer" and any(path.startswith(f"{OURS}trainers{os.sep}") for path in paths)
-    return "AccumulatingTrainer" if is_ours else whose
+def is_in_trainer() -> bool:
+    """True where the loop of a Trainer of transformers, or of Lightning, runs."""
+    paths = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    return any(path.endswith(LOOPS) for path in paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,25 +15,13 @@ from ..engines import base
 from ..engines.private import fsdp2
 
 LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook shows the time spent in a loader
-FUSED = "ChunkedLogProbFunctionBackward"  # TRL's criterion, which is no function of torch
 SINK = "_DDPSinkBackward"  # all outputs of a DDP pass through it
-SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy", SINK)  # between it and a loss
-_MORE = """Add Alias AsStrided Cat Clone Expand Gather Index IndexAdd IndexSelect Mean NanToNum Nansum Permute Repeat
-ReshapeAlias Rsub ScatterAdd Select Slice Split SplitWithSizes Squeeze Stack Sub T Transpose Unbind UnsafeView Unsqueeze
-Where"""
-CHAIN = (
-    "Div",
-    "Mul",
-    "Neg",
-    "Add",
-    "Sub",
-    "Rsub",
-    "View",
-    "ToCopy",
-    SINK,
-)  # between a loss of a script's own and what divides it
-LINEAR = {*SUMS, *_MORE.split()}  # nodes that scale and add up
-
+# Nodes between a loss of a script's own and what divides it
+CHAIN = ("Div", "Mul", "Neg", "Add", "Sub", "Rsub", "View", "ToCopy", SINK)
+_MORE = """Sum MaskedFill MaskedScatter Alias AsStrided Cat Clone Expand Gather Index IndexAdd IndexSelect Mean NanToNum
+Nansum Permute Repeat ReshapeAlias ScatterAdd Select Slice Split SplitWithSizes Squeeze Stack T Transpose Unbind
+UnsafeView Unsqueeze Where"""
+LINEAR = {*CHAIN, *_MORE.split()}  # nodes that scale and add up
 OWN, BENEATH = "own", 64  # what is no sum; how many nodes are looked at for a criterion beneath it
 
 
@@ -90,29 +78,26 @@ def num_dims(tensor: Any) -> int:
     return int(tensor._base.ndim if tensor._is_view() else tensor.ndim)
 
 
-def note_divisors(roots: Any, hear: Callable[[Any, Any], object], key: str, most: int = 256) -> list[list[Any]]:
+def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
     Also each other term that is added to it ("add"), means with their number of elements ("mean"), products within a
     batch ("pairs"), and what is no sum ("own"). Nodes
-    have their criterion in `metadata[key]`. `hear` gets the node of a FUSED criterion, and these numbers,
-    where the loss is a sum of what it gives. Returns such numbers of each addend that is no criterion's.
+    have their criterion in `metadata[key]`. Returns such numbers of each addend that is no criterion's.
     """
     losses = [roots] if isinstance(roots, Tensor) else roots or ()
     edges = [(node, 0) for loss in losses if (node := getattr(loss, "grad_fn", None)) is not None]
-    # Edge, path, whether all of it is a sum, the path to a node that is not in CHAIN, and the number of one in no sum
-    todo: list[tuple[Any, list[Any], bool, Any, int]] = [(edge, [], True, None, -1) for edge in edges]
-    reached, own = set[int](), dict[int, list[Any]]()
-    for i, ((node, place), path, is_sum, root, above) in enumerate(todo):
+    # Edge, path, the path to a node that is not in CHAIN, and the number of one in no sum
+    todo: list[tuple[Any, list[Any], Any, int]] = [(edge, [], None, -1) for edge in edges]
+    reached = set[int]()
+    own = dict[int, list[Any]]()
+    for i, ((node, place), path, root, above) in enumerate(todo):
         kind, _, overload = node.name().rpartition("Backward")
         name = kind if overload.isdigit() else node.name()
         if (term := node.metadata.get(key)) is not None:
             term["divisors"] = [*path, (OWN, None)] if id(term) in reached else path
             reached.add(id(term))
             own.pop(above, None)
-            continue
-        if name == FUSED and is_sum:
-            hear(node, path)
             continue
         mean = [("mean", _num_in(node))] * (name == "Mean")
         if root is None and name not in CHAIN:
@@ -132,8 +117,7 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], key: str, most
                 by = node._saved_self if k else node._saved_other
                 by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
                 steps = [(OWN if k and name == "Div" else name.lower(), by)]
-            is_whole = is_sum and name in SUMS and not getattr(by, "ndim", 0)
-            todo.append((edge, [*path, *steps], is_whole, root, above))
+            todo.append((edge, [*path, *steps], root, above))
     return [*own.values()]
 
 

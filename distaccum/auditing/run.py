@@ -48,6 +48,9 @@ def run(given: Any) -> int:
         except Exception as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
             status, report.ended, report.error = 2, False, f"{type(error).__name__}: {error}"
+    for name in ("stdout", "stderr"):
+        if getattr(getattr(sys, name), "closed", True):  # by the script
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # as long as the process
     if isinstance(status, str):  # sys.exit("a message")
         print(status, file=sys.stderr)
     if isinstance(status, str) or status:

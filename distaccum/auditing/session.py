@@ -107,7 +107,7 @@ class Audit:
         if watch.forked[0]:
             self.unjudged.append("what a forked child of this process trains; audit it in the child")
         if watch.ledger.unseen:
-            names = shorten([watch.ledger.names.get(i, f"parameter {i}") for i in sorted(watch.ledger.unseen)])
+            names = shorten([watch.ledger.rows[i]["name"] for i in sorted(watch.ledger.unseen)])
             self.unjudged.append(f"receipts of {names}, whose gradient is sparse, or has too long rows")
         self.notes += watch.notes
         if self.updates and self.judged and not (any(self.judged.values()) or self.findings or self.unjudged):

@@ -145,7 +145,6 @@ class Trained:
         for made in self.pending:  # cleared by hand: backwards of other lines (another model's) are meant to go
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
             made.is_used |= made.cleared is None
-        gone = {made.line for made in self.pending if made.cleared and made.is_used} & used  # by another optimizer
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
         scaler = self.pending[-1].scaler if self.pending else None
         backwards, self._last_events = [made.as_dict() for made in self.pending], self.events
@@ -155,8 +154,8 @@ class Trained:
         update |= {"scale": scale if is_unscaled else 1.0, "left_scaled": 1.0 if is_unscaled else scale}
         has_changed = self._now != self._left
         self._touched |= {"before the step"} if has_changed else set()
-        update |= {"changed": has_changed, "moved": False, "gone": sorted(gone), "touched": sorted(self._touched)}
-        update["absent"] = [place for place in self._places() if self._ledger.parameters[place].grad is None]
+        update |= {"changed": has_changed, "moved": False, "touched": sorted(self._touched)}
+        update["absent"] = [place for place in self._places() if self._ledger.parameter(place).grad is None]
         if self._closed is not None:
             update |= self._receipts(self._closed, backwards)
         if (now := self._gradient()) and self._left and now[0] != self._left[0]:  # one that was kept elsewhere

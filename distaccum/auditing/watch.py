@@ -11,7 +11,6 @@ import itertools
 import math
 import mmap
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,8 +29,8 @@ from ..engines.base import Gradient
 from ..window import Window
 from . import private
 from .criterions import count_of, hearing, is_over_pairs, reduction_of, unit_of
-from .ledger import Ledger, quietly
-from .lines import BENEATH, OURS, trainer, where
+from .ledger import ROW, Ledger, quietly
+from .lines import OURS, is_in_trainer, where
 from .loaders import Loaders
 from .modes import Modes
 from .schedules import Schedules
@@ -63,8 +62,7 @@ class Watch:
         self.notes: dict[str, None] = {}  # about what is no mistake
         self.unjudged: dict[str, None] = {}
         self.loaders = Loaders(self.notes)
-        self.trained: dict[int, Trained] = {}  # by the optimizer's id
-        self._gone: list[Trained] = []  # whose optimizer is
+        self.trained: list[Trained] = []  # also those whose optimizer is gone
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.modes = Modes(self.notes)
         self.schedules = Schedules()
@@ -102,7 +100,6 @@ class Watch:
             *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
             *((owner, f"clip_grad_{kind}_", self._clip) for owner in CLIPPING for kind in ("norm", "value")),
             (Optimizer, "add_param_group", self._add_group),
-            (warnings, "showwarning", _warn),
             (LRScheduler, "step", self._schedule),
             (torch.autograd, "grad", self._grad),
             (Window, "backward", self._weigh),
@@ -135,11 +132,6 @@ class Watch:
         node: Any = loss.grad_fn
         node.metadata[self.key] = term  # where `note_divisors` finds it
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
-
-    def _see_fused(self, node: Any, divisors: Any) -> None:
-        known = {"reduction": "none", "rows": 1, "unit": "tokens", "divisors": divisors}
-        node.metadata[self.key] = term = _term("log_prob", torch.float32, **known)
-        node.register_prehook(lambda seeds: self._take(term, seeds[0]))
 
     @quietly
     @torch.no_grad()
@@ -179,9 +171,9 @@ class Watch:
             self.ledger.disarm()
         if made.received is not None or not self._heard:
             roots = args[at] if len(args) > at else options.get("tensors")
-            made.own = quietly(private.note_divisors)(roots, self._see_fused, self.key) or []
+            made.own = quietly(private.note_divisors)(roots, self.key) or []
         if quietly(self.modes.have_left_training)(made.line, self.ledger.trained_roots()):
-            for trained in self.trained.values():
+            for trained in self.trained:
                 trained.note("eval", made.line)
         self._current = made
         try:
@@ -193,11 +185,11 @@ class Watch:
             known = {frozenset[int]().union(*owners)}
             self._touches.setdefault(made.line, set()).update(known)
             if num < AFTER_EACH and place_in_job()[1] > 1:
-                made.left = self.ledger.receipts(range(len(self.ledger.parameters)))
+                made.left = self.ledger.receipts(range(len(self.ledger.rows)))
         else:
             known = self._touches.get(made.line, set())
         touched, made.is_sure = frozenset[int]().union(*known), len(known) < 2
-        for trained in self.trained.values():
+        for trained in self.trained:
             trained.is_seen |= bool(made.received) and trained.place in touched
             # Nothing received: it reached one that is not known yet, or one that receipts do not see
             if trained.place in touched or not (touched or (trained.is_seen and made.received is not None)):
@@ -221,16 +213,18 @@ class Watch:
         with patch.object(self.ledger, "receiving", None):
             return original(*args, **options)
 
+    def _trained(self, optimizer: Any) -> Trained | None:
+        every = self.trained if optimizer is not None else []
+        return next((trained for trained in every if trained.optimizer() is optimizer), None)
+
     def _waiting(self) -> list[Trained]:
-        return [trained for trained in self.trained.values() if trained.is_waiting]
+        return [trained for trained in self.trained if trained.is_waiting]
 
     def _know(self, optimizer: Any) -> Trained:
-        trained = self.trained.get(id(optimizer))
-        if trained is None or trained.optimizer() is not optimizer:
-            for key, gone in [(key, trained) for key, trained in self.trained.items() if trained.optimizer() is None]:
-                self._gone.append(self.trained.pop(key))
-                self.ledger.release(gone.place)
-            trained = self.trained[id(optimizer)] = Trained(optimizer, len(self.trained) + len(self._gone), self.ledger)
+        trained = self._trained(optimizer)
+        if trained is None:
+            trained = Trained(optimizer, len(self.trained), self.ledger)
+            self.trained.append(trained)
         for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(trained.place)
         return trained
@@ -270,7 +264,7 @@ class Watch:
         return (optimizer, heard, *args[2:]), {name: one for name, one in options.items() if name != "closure"}
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        trained = self.trained.get(id(optimizer))
+        trained = self._trained(optimizer)
         if self._stepping is not optimizer or trained is None:
             return
         self._stepping, self._has_stepped = None, True
@@ -281,7 +275,7 @@ class Watch:
             trained.num += 1
         self._num = max(self._num, trained.num)
         trained.forget()
-        stepped = [other.num for other in self.trained.values() if other.num]
+        stepped = [other.num for other in self.trained if other.num]
         if self.most is not None and stepped and min(stepped) >= self.most:
             self.is_over = True
             raise Enough(0)
@@ -295,7 +289,7 @@ class Watch:
         trained.close()
         if trained.num < 2:
             self.ledger.name()
-        record = {**trained.record(), "line": where()[0], "trainer": trainer()}
+        record = {**trained.record(), "line": where()[0], "trainer": is_in_trainer()}
         record["linear"] = is_linear(trained.optimizer())
         recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
         record["recurs"] = trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent)
@@ -325,7 +319,7 @@ class Watch:
         if self._scheduling:
             return original(scheduler, *args, **options)
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
-        trained = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
+        trained = self._trained(getattr(optimizer, "optimizer", optimizer))
         # Accelerate's steps once per rank. No line stands for a step by a window.
         if trained is not None and trained.num and not (args or options or "accelerate" in inner):
             trained.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))
@@ -338,7 +332,7 @@ class Watch:
     def _clip(self, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         owners = quietly(self.ledger.owners_of)(given) or ()
-        owning = [trained for trained in self.trained.values() if trained.place in owners]
+        owning = [trained for trained in self.trained if trained.place in owners]
         events = [(trained, "clip" if trained.pending else "late") for trained in owning]
         events = [(trained, kind) for trained, kind in events if trained.pending or trained.is_spent]
         for trained, _ in events:
@@ -356,7 +350,7 @@ class Watch:
 
     def _close(self, *_: Any) -> None:
         """Takes receipts before a window of ours clips."""
-        for trained in (trained for trained in self.trained.values() if trained.pending):
+        for trained in (trained for trained in self.trained if trained.pending):
             trained.close()
 
     def _scale(self, scaler: Any, *_: Any) -> None:
@@ -380,11 +374,12 @@ class Watch:
     def as_dict(self) -> dict[str, Any]:
         """Returns what was seen, in plain numbers that other ranks can read."""
         return {
-            **self.ledger.as_dict(),
+            "parameters": {what: [row[what] for row in self.ledger.rows] for what in ROW},
+            "wrapped": self.ledger.wrapped,
             "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
             "schedules": self.schedules.known,
             "is_cut": self.is_over,
-            "rest": {each.place: [] if self.most else each.rest() for each in [*self._gone, *self.trained.values()]},
+            "rest": {each.place: [] if self.most else each.rest() for each in self.trained},
         }
 
 
@@ -406,14 +401,6 @@ def unused_of(heard: Any, backwards: Any) -> dict[Any, tuple[int, int]]:
 def _plain_event(event: tuple[str, str, int, Any]) -> tuple[str, str, int, Any]:
     kind, line, before, whose = event
     return kind, line, before, whose if isinstance(whose, int) else float(whose)
-
-
-def _warn(original: Any, message: Any, category: Any, path: str, line: int, *more: Any) -> None:
-    """Says of a warning that points to one of our wrappers where the script is."""
-    if path.startswith(BENEATH[1]):
-        path, _, number = where()[0].rpartition(":")
-        line = int(number or 0)
-    original(message, category, path, line, *more)
 
 
 def is_linear(optimizer: Any) -> bool:

@@ -51,7 +51,7 @@ def weigh(run: Run, verdict: Verdict) -> list[str]:
             verdict.unjudged.append(_not_judged(criterion))
             continue
         _note_pairs(criterion, verdict)
-        fault = None if criterion.place in undivided else _judge_lengths(criterion, verdict.notes, doubts)
+        fault = None if criterion.place in undivided else _judge_lengths(criterion, doubts)
         if fault is not None:
             window_faults.setdefault(criterion.place, fault)
     verdict.faults.extend(window_faults.values())
@@ -94,7 +94,6 @@ def _judge_units(criterion: Criterion, verdict: Verdict) -> None:
         verdict.faults.append(Fault("nan", criterion.where, text, hand))
     ranks = range(criterion.run.num_ranks)
     spread = dict[int, tuple[float, float]]()
-    intended = list[float]()
     is_ranks = len(ranks) > 1
     for index, parts in criterion.updates.items():
         counted = [part for part in parts if part.total and part.term["count"]]
@@ -106,12 +105,6 @@ def _judge_units(criterion: Criterion, verdict: Verdict) -> None:
             spread[index] = ends(part.each(of_script=of_script) for part in counted)
             of_ranks = [[part for part in counted if part.rank == rank] for rank in ranks]
             is_ranks &= all(_even(of_rank) is not None for of_rank in of_ranks)
-        elif not rule[1]:
-            intended += [part.intent or 1.0 for part in counted]
-    if intended:
-        low, high = ends(intended)
-        text = f"taken as intended: the factors {low:.3g} to {high:.3g} of micro-batches"
-        verdict.notes.append(f"{criterion.where}: {text}")
     if spread:
         index = max(spread, key=lambda i: spread[i][1] / spread[i][0])
         low, high = spread[index]
@@ -172,7 +165,7 @@ def _judge_unused(run: Run, verdict: Verdict) -> None:
 # From one update to another
 
 
-def _judge_lengths(criterion: Criterion, notes: list[str], doubts: list[str]) -> Fault | None:
+def _judge_lengths(criterion: Criterion, doubts: list[str]) -> Fault | None:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
     is_mean = is_equal(criterion.level, 1.0)
     backwards = {(part.index, part.rank, part.backward) for part in criterion.parts}
@@ -192,8 +185,6 @@ def _judge_lengths(criterion: Criterion, notes: list[str], doubts: list[str]) ->
         if odd and all(_is_by_length(criterion, i, by) for i, by in odd.items()):
             return _window(criterion, odd)
         if not odd:
-            text = f"updates weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual, by a factor of the script"
-            notes += [f"{criterion.where}: {text}"] * (totals is not criterion.totals)
             return None
         spread = ends(weights.values())
     if criterion.is_constant:
@@ -229,16 +220,10 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Fault:
         f"{common}; so {len(odd)} of {len(criterion.lengths)} updates"
     )
     hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
-    update = criterion.run.updates[criterion.place, index][0]
-    ended = [before for kind, _, before, _ in update["events"] if kind == "ended"]
-    carried = max((before for before in ended if before < len(update["backwards"])), default=0)
     if criterion.lengths.get(0) == 1 < common and 0 in odd:
         text += f". It steps after the 1st, {common + 1}th, {2 * common + 1}th ..., as `step % {common} == 0` does"
         hand = f"step where (step + 1) % {common} == 0, and at an epoch's end, where the divisor is what is left"
     elif length > common:
-        # A loader that is never drawn to its end tells no epochs.
-        of_before = f". {plural(carried, 'micro-batch')} of the epoch before {'is' if carried == 1 else 'are'} in it"
-        text += of_before * bool(carried)
         hand = "step at an epoch's end too, and divide by the number of micro-batches that there are"
     where = criterion.updates[index][-1].site[0]
     return Fault("window", where, text + _lines(criterion, index), hand)
@@ -280,13 +265,10 @@ def _judge_level(
             doubts.append(f"{criterion.where}: {what}, as {steps} times the learning rate would; {hand}, if it is not")
             return None
         return Fault("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
-    if is_equal(level, steps) and all(update["recurs"] for update in updates):
-        text = f"adds up {steps} backwards, as steps in time; divide by {steps} if they are not"
-        verdict.notes.append(f"{criterion.where}: {text}")
-        return None
     divisors = {by for part in criterion.parts for how, by in part.path or () if how == "div" and by and not by % 1}
     is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (steps, run.num_ranks))
-    if is_like or divisors - {1.0, steps} or not by_accumulation:  # there may be a reason that is not seen
+    recurs = all(update["recurs"] for update in updates)  # steps in time add up
+    if (is_like and not recurs) or divisors - {1.0, steps} or not by_accumulation:  # for a reason that is not seen
         text = f"{text}, in windows of {plural(steps, 'micro-batch')}; right if that is a coefficient"
         doubts.append(f"{criterion.where}: {text}")
     elif not criterion.is_constant:
@@ -339,12 +321,13 @@ def _shows_samples(criterion: Criterion) -> bool:
         return False
     if {part.rank for part in criterion.parts} != {*range(run.num_ranks)}:
         return False
-    if is_equal(criterion.level, criterion.common) and all(run.updates[place, i][0]["recurs"] for i in criterion.usual):
+    if all(run.updates[place, index][0]["recurs"] for index in criterion.usual):
         return False
     if all(part.term["rows"] > 1 and not part.term["print"] for part in printed):
         return False
     is_drawn = len({part.batch for part in criterion.parts}) > 1  # as the run goes on
-    return not any(_is_repeated(criterion.updates[index], is_drawn) for index in criterion.usual)
+    repeated = [index for index in criterion.usual if _is_repeated(criterion.updates[index], is_drawn)]
+    return 2 * len(repeated) < len(criterion.usual)  # targets of a few classes are alike now and then
 
 
 def _is_repeated(parts: Sequence[Part], is_drawn: bool) -> bool:
