@@ -39,17 +39,16 @@ def hearing(see: See, key: str) -> Iterator[list[str]]:
         original: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = more
         function.__wrapped__ = original  # shows its signature and source
-        function.__code__, function.__kwdefaults__ = (
-            _in_its_place.__code__,
-            {"call": _heard_by(see, original, key, arguments)},
-        )
+        function.__code__ = _in_its_place.__code__
+        function.__kwdefaults__ = {"call": _heard_by(see, original, key, arguments)}
     try:
         yield [name for name, function in every.items() if function not in own]
     finally:
         for function, code, more, about in before:
             vars(function).clear()
             vars(function).update(about)
-            function.__code__, function.__kwdefaults__ = code, more
+            function.__code__ = code
+            function.__kwdefaults__ = more
 
 
 def _in_its_place(*args: Any, call: Any, **options: Any) -> Any:

@@ -42,7 +42,8 @@ def _weights(criterion: Criterion) -> str:
 
 
 def _losses(run: Run) -> Iterator[str]:
-    unused, cleared = Counter[str](), Counter[str]()
+    unused = Counter[str]()
+    cleared = Counter[str]()
     for ranks in run.updates.values():
         unused.update({site[0]: sum(nums) for site, nums in ranks[0]["unused"].items()})
         cleared.update(backward["cleared"][1] for backward in ranks[0]["backwards"] if backward["cleared"])
@@ -51,7 +52,8 @@ def _losses(run: Run) -> Iterator[str]:
 
 
 def _gradients(updates: Iterable[dict[str, Any]]) -> Iterator[str]:
-    touched, events = dict[str, list[int]](), Counter[tuple[str, str]]()
+    touched = dict[str, list[int]]()
+    events = Counter[tuple[str, str]]()
     for update in updates:
         events.update({(kind, line) for kind, line, *_ in update["events"] if line and kind in ("clip", "unscale")})
         for how in update["touched"]:

@@ -120,7 +120,9 @@ def _judge(seen: Seen) -> Verdict:
 
 def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
     """Compares each update; also returns optimizers whose gradients the script keeps elsewhere as it clears them."""
-    reckoned, kept, before = dict[Key, Reckoning](), set[int](), dict[int, Tensor]()
+    reckoned = dict[Key, Reckoning]()
+    kept = set[int]()
+    before = dict[int, Tensor]()
     for (place, index), ranks in updates.items():
         places = ranks[0].get("places")
         if not places or any(update.get("places") != places for update in ranks):
@@ -131,8 +133,10 @@ def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int
             every = Reckoning(seen, ranks, before.get(place))
             by_hand = not any(backward["cleared"] and backward["cleared"][1] for backward in ranks[0]["backwards"])
             if every.factor is not None or (by_hand and any(fault.kind == "lost" for fault in every.faults)):
-                reckoning, kept = every, kept | {place}
-        reckoned[place, index], before[place] = reckoning, reckoning.closed
+                reckoning = every
+                kept = kept | {place}
+        reckoned[place, index] = reckoning
+        before[place] = reckoning.closed
     return reckoned, kept
 
 

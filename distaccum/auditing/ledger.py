@@ -47,7 +47,8 @@ class Ledger:
         self._places: dict[int, int] = {}  # by id
         self._refs: list[weakref.ref[Any]] = []  # by place
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._known, self._trained = (0, 0), list[weakref.ref[nn.Module]]()
+        self._known = (0, 0)
+        self._trained = list[weakref.ref[nn.Module]]()
         self._hooks: dict[int, tuple[Any, Any]] = {}  # a leaf, weakly, and its hook, by place
 
     def place(self, parameter: Any) -> int:

@@ -26,7 +26,8 @@ def is_users(path: str) -> bool:
 
 def where() -> tuple[str, str]:
     """The line of the user's code that runs now, and the innermost line outside of torch and the audit."""
-    frame, inner = inspect.currentframe(), ""
+    frame = inspect.currentframe()
+    inner = ""
     while frame is not None:
         path = frame.f_code.co_filename
         if not inner and not path.startswith(BENEATH):

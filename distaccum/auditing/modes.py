@@ -21,7 +21,8 @@ class Modes:
     """
 
     def __init__(self, notes: dict[str, None]) -> None:
-        self.norms, self._notes = dict[str, None](), notes
+        self.norms = dict[str, None]()
+        self._notes = notes
         self.recurrent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._was_training: dict[tuple[str, int], bool] = {}
 

@@ -105,7 +105,8 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
         if above >= 0 and name == "Mm" and _is_square(node):
             own[above] = [*own[above], ("pairs", None)]
         if above < 0 and (name not in LINEAR or len(todo) >= most):
-            above, own[i] = i, path if root is None else root
+            above = i
+            own[i] = path if root is None else root
         if len(todo) >= (most if above < 0 else BENEATH):
             continue
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
@@ -130,7 +131,8 @@ def _num_in(node: Any) -> int | None:
 
 def _is_square(node: Any) -> bool:
     """True for scores of each row against each other row, both of which are learned."""
-    rows, columns = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes
+    rows = node._saved_self_sym_sizes
+    columns = node._saved_mat2_sym_sizes
     inputs = [given for given, _ in node.next_functions]
     is_leaf = any(given is None or "AccumulateGrad" in _names_beneath(given) for given in inputs)
     return bool(rows[0] == columns[1] > 1) and not is_leaf

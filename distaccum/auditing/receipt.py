@@ -40,13 +40,16 @@ def project(gradient: Any, is_fine: bool = True) -> Tensor:
     """
     if not gradient.ndim:
         gradient = gradient.reshape(1)
-    whole, starts, gradient = gradient.shape, starts_of(gradient), local(gradient.detach())
+    whole = gradient.shape
+    starts = starts_of(gradient)
+    gradient = local(gradient.detach())
     is_single = not is_fine and gradient.dtype == torch.float32 and gradient.device.type == "cpu"
     is_single &= torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
     columns, rows = _sides(whole, starts, gradient.shape, gradient.device, torch.float32 if is_single else None)
     if gradient.is_sparse:
         gradient = gradient.coalesce()
-        columns, gradient = columns[:, gradient.indices()[0]], gradient.values()
+        columns = columns[:, gradient.indices()[0]]
+        gradient = gradient.values()
     matrix = gradient.reshape(len(gradient), rows.shape[1])
     # Each projection has a row of its own: one for all might see only the rounding of a gradient of low rank.
     along = torch.zeros_like(rows)

@@ -58,13 +58,17 @@ class Reckoning:
     """
 
     def __init__(self, seen: Seen, updates: Seen, before: Tensor | None) -> None:
-        first, backwards = updates[0], [update["backwards"] for update in updates]
+        first = updates[0]
+        backwards = [update["backwards"] for update in updates]
         self.faults: list[Fault] = []
-        self.notes, self.unjudged = list[str](), list[str]()
+        self.notes = list[str]()
+        self.unjudged = list[str]()
         self.factor: float | None = None
         self.alone: list[float] = []
         self.is_own = False
-        self.index, self.line, self.ranks = first["index"], first["line"], [rank["rank"] for rank in seen]
+        self.index = first["index"]
+        self.line = first["line"]
+        self.ranks = [rank["rank"] for rank in seen]
         self.where = backwards[0][-1]["line"] if backwards[0] else self.line
         about = columns(seen[0], first["places"])
         self.names, copies = about["name"], about["copies"]
@@ -124,7 +128,8 @@ class Reckoning:
             self.is_own = True
             self.unjudged.append(f"what the script does with the gradient of {self._named(wrong)} before it steps")
         elif not faults and rounded.any():
-            half, is_unknown = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16", False
+            half = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16"
+            is_unknown = False
             what = f"the gradient of {self._named(rounded)} is rounded on its way to the step"
             self.notes.append(f"{what}, as {half} rounds")
         self.factor = None if is_unknown else factor
@@ -140,18 +145,25 @@ class Reckoning:
         num_spare = int(self.equations[wrong].sum()) - len(basis)
         if num_spare <= 0:  # too few equations
             return []
-        names, bound, faults = self._named(wrong), float(self.bound[wrong].max()), list[Fault]()
-        hand, whole = "keep each gradient from its backward to the step", torch.stack(parts).sum(0)
+        names = self._named(wrong)
+        bound = float(self.bound[wrong].max())
+        faults = list[Fault]()
+        hand = "keep each gradient from its backward to the step"
+        whole = torch.stack(parts).sum(0)
         spread = float(torch.linalg.pinv(torch.stack(basis)).norm(dim=0).max()) / num_spare**0.5
         for rank, target in enumerate(self.closed[:, wrong].flatten(1)):
             weights, rest = fit(basis, target)
-            off, largest = rest / float(target.norm()), float(weights[: len(parts)].abs().max())
+            off = rest / float(target.norm())
+            largest = float(weights[: len(parts)].abs().max())
             if off > bound:
                 return []
-            shares, unsure = weights[: len(parts)] / largest, spread * rest / largest  # as a reduction may round
+            # as a reduction may round
+            shares = weights[: len(parts)] / largest
+            unsure = spread * rest / largest
             own = shares[owners == rank]
             shown = ", ".join(f"{share:.3g}" if abs(share) > bound else "0" for share in own.tolist())
-            lost, is_even = int((own.abs() < bound).sum()), float(_rest(target[None, None], whole[None])) < 10 * off
+            lost = int((own.abs() < bound).sum())
+            is_even = float(_rest(target[None, None], whole[None])) < 10 * off
             if len(basis) > len(parts) and abs(weights[-1]) > 10 * bound:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
                 faults.append(Fault("stale", self.line, text, "clear gradients after each step"))

@@ -24,7 +24,9 @@ def run(given: Any) -> int:
         raise FileNotFoundError(f"{path} cannot be written; expected a file in a folder that is there")
     code = _prepare(given)
     status: Any = 0
-    errors, saved = sys.stderr, os.dup(2)  # the script may close or replace its own
+    # the script may close or replace its own
+    errors = sys.stderr
+    saved = os.dup(2)
 
     def tell(report: Audit) -> None:
         with suppress(OSError, ValueError, AttributeError):  # the report goes to stderr, which may still be open
@@ -44,10 +46,13 @@ def run(given: Any) -> int:
         try:
             exec(code, sys.modules["__main__"].__dict__)
         except SystemExit as left:  # also after as many updates as were asked for
-            status, report.ended = left.code, not left.code
+            status = left.code
+            report.ended = not left.code
         except Exception as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-            status, report.ended, report.error = 2, False, f"{type(error).__name__}: {error}"
+            status = 2
+            report.ended = False
+            report.error = f"{type(error).__name__}: {error}"
     for name in ("stdout", "stderr"):
         if getattr(getattr(sys, name), "closed", True):  # by the script
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # as long as the process
@@ -60,7 +65,8 @@ def run(given: Any) -> int:
 
 def _prepare(given: Any) -> CodeType:
     """The script's code; sets up `__main__`, the arguments and the path as `python` does."""
-    main, path = ModuleType("__main__"), given.script
+    main = ModuleType("__main__")
+    path = given.script
     if given.module:
         sys.path.insert(0, str(Path.cwd()))
         spec = importlib.util.find_spec(path)
@@ -68,12 +74,15 @@ def _prepare(given: Any) -> CodeType:
             spec = importlib.util.find_spec(f"{path}.__main__")
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(f"there is no module {path}")
-        path, main.__spec__, main.__package__ = spec.origin, spec, spec.parent
+        path = spec.origin
+        main.__spec__ = spec
+        main.__package__ = spec.parent
     elif not Path(path).is_file():
         raise FileNotFoundError(f"there is no {path}")
     else:
         main.__spec__ = None  # as under Python itself
         sys.path.insert(0, str(Path(path).resolve().parent))
-    main.__file__, sys.argv[:] = path, [path, *given.launcher, *given.arguments]
+    main.__file__ = path
+    sys.argv[:] = [path, *given.launcher, *given.arguments]
     sys.modules["__main__"] = main
     return compile(Path(path).read_bytes(), str(Path(path).resolve()), "exec", dont_inherit=True)

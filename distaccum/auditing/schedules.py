@@ -25,7 +25,8 @@ class Schedules:
 
 def _about(schedule: Any, line: str, place: int) -> dict[str, Any]:
     rates = zip(schedule.get_last_lr(), schedule.base_lrs, strict=True)
-    at, length = int(schedule.last_epoch), _length(schedule)
+    at = int(schedule.last_epoch)
+    length = _length(schedule)
     has_ended = abs(at - length) <= max(1, 0.01 * length) if length else all(now <= 0.01 * base for now, base in rates)
     name = type(schedule).__name__
     return {"line": line, "optimizer": place, "name": name, "at": at, "length": length, "has_ended": has_ended}

@@ -92,7 +92,8 @@ class Audit:
         return fitted(line.replace(here, "") for line in lines)
 
     def judge(self, watch: Watch, mine: dict[str, Any]) -> None:
-        self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
+        self.ranks = len(self.seen)
+        self.updates = max(len(one["updates"]) for one in self.seen)
         nothing = Verdict([], [], [], {})
         self.findings, self.notes, self.unjudged, self.judged, facts = quietly(verdict)(self.seen) or nothing
         self.facts = list(facts)

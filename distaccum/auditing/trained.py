@@ -47,7 +47,9 @@ class Trained:
     """An optimizer, with the backwards of its current update and what happened between them."""
 
     def __init__(self, optimizer: Any, place: int, ledger: Ledger) -> None:
-        self.optimizer, self.place, self._ledger = weakref.ref(optimizer), place, ledger
+        self.optimizer = weakref.ref(optimizer)
+        self.place = place
+        self._ledger = ledger
         self.pending: list[Backward] = []
         self.num = self._num_cleared = 0
         self.is_seen = False  # by receipts
@@ -100,7 +102,10 @@ class Trained:
             self._touched.add("emptied" if now is None else "changed")
 
     def add(self, made: Backward, most: int) -> None:
-        self.pending, self._closed, self._now, self._left = [*self.pending[-most:], made], None, None, self._gradient()
+        self.pending = [*self.pending[-most:], made]
+        self._closed = None
+        self._now = None
+        self._left = self._gradient()
 
     @property
     def is_spent(self) -> bool:
@@ -126,11 +131,14 @@ class Trained:
             made.cleared = how
         if self.pending[-1].received is not None:
             self.pending[-1].values = self._ledger.receipts(self._places(), of_values=True)
-        self.events, self._closed = [], None
+        self.events = []
+        self._closed = None
 
     def forget(self) -> None:
         self._used = self._gradient()
-        self.pending, self._closed, self.events = [], None, []
+        self.pending = []
+        self._closed = None
+        self.events = []
         self._touched = set()
 
     def rest(self) -> list[dict[str, Any]]:
@@ -147,7 +155,8 @@ class Trained:
             made.is_used |= made.cleared is None
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
         scaler = self.pending[-1].scaler if self.pending else None
-        backwards, self._last_events = [made.as_dict() for made in self.pending], self.events
+        backwards = [made.as_dict() for made in self.pending]
+        self._last_events = self.events
         update = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         is_unscaled = any(kind in ("unscale", "scaler") for kind, *_ in self._last_events)

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data.distributed import DistributedSampler
 
 from ..engines.base import Gradient
 from ..window import Window
@@ -56,12 +55,13 @@ class Watch:
     """Notes what happens inside `listening()`, which puts everything back."""
 
     def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
-        self.most, self.ledger = most, Ledger()
+        self.most = most
+        self.ledger = Ledger()
         self.is_over = False  # as many updates were made as were asked for
         self.updates: list[dict[str, Any]] = []
         self.notes: dict[str, None] = {}  # about what is no mistake
         self.unjudged: dict[str, None] = {}
-        self.loaders = Loaders(self.notes)
+        self.loaders = Loaders()
         self.trained: list[Trained] = []  # also those whose optimizer is gone
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.modes = Modes(self.notes)
@@ -91,7 +91,6 @@ class Watch:
             (nn.Module, "zero_grad", self._clear),
             (nn.Module, "named_parameters", self.ledger.add_root),
             (DistributedDataParallel, "__init__", self.ledger.add_root),
-            (DistributedSampler, "__iter__", self.loaders.sample),
             (Gradient, "clip", self._close),
             (torch.amp.GradScaler, "scale", self._scale),
             (torch.amp.GradScaler, "unscale_", self._unscale),
@@ -138,12 +137,15 @@ class Watch:
     def _take(self, term: dict[str, Any], seed: Tensor) -> None:
         term["went"] = True
         if self._current is not None:
-            term["seed"], term["expected"] = seed, self._expected
+            term["seed"] = seed
+            term["expected"] = self._expected
             if seed.ndim:
-                sizes, kept = seed.abs(), term["count"]
+                sizes = seed.abs()
+                kept = term["count"]
                 counts = sizes > 0
                 if isinstance(kept, Tensor) and kept.shape == sizes.shape:  # ignored targets give nothing
-                    counts, sizes = counts & kept, sizes * kept
+                    counts = counts & kept
+                    sizes = sizes * kept
                 term.update({"reduction": "none", "count": counts.sum(), "seed": sizes.max()})
                 term["low"] = sizes.where(counts, torch.inf).min()
             self._current.terms.append(term)
@@ -158,7 +160,8 @@ class Watch:
         if not self.is_here() or self._current is not None or self._stepping is not None:
             return original(*args, **options)
         self._stay_over()
-        made, num = Backward(where()[0], self.loaders.batch()), self._num
+        made = Backward(where()[0], self.loaders.batch())
+        num = self._num
         made.scaler = None if self._has_stepped else self._scaler
         for trained in self._waiting():
             trained.touch()
@@ -188,7 +191,8 @@ class Watch:
                 made.left = self.ledger.receipts(range(len(self.ledger.rows)))
         else:
             known = self._touches.get(made.line, set())
-        touched, made.is_sure = frozenset[int]().union(*known), len(known) < 2
+        touched = frozenset[int]().union(*known)
+        made.is_sure = len(known) < 2
         for trained in self.trained:
             trained.is_seen |= bool(made.received) and trained.place in touched
             # Nothing received: it reached one that is not known yet, or one that receipts do not see
@@ -243,7 +247,8 @@ class Watch:
             if self._stepping is None:
                 self.unjudged["optimizers that step within backward"] = None
             return None
-        self._stepping, trained = optimizer, self._know(optimizer)
+        self._stepping = optimizer
+        trained = self._know(optimizer)
         closure = args[1] if len(args) > 1 else options.get("closure")
         if closure is None:
             self._record(trained)
@@ -318,7 +323,8 @@ class Watch:
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
         if self._scheduling:
             return original(scheduler, *args, **options)
-        (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
+        (line, inner) = where()
+        optimizer = getattr(scheduler, "optimizer", None)
         trained = self._trained(getattr(optimizer, "optimizer", optimizer))
         # Accelerate's steps once per rank. No line stands for a step by a window.
         if trained is not None and trained.num and not (args or options or "accelerate" in inner):
@@ -354,7 +360,8 @@ class Watch:
             trained.close()
 
     def _scale(self, scaler: Any, *_: Any) -> None:
-        self._scaler, self._has_stepped = scaler if scaler.is_enabled() else None, False
+        self._scaler = scaler if scaler.is_enabled() else None
+        self._has_stepped = False
 
     def _unscale(self, scaler: Any, optimizer: Any) -> None:
         trained = self._know(getattr(optimizer, "optimizer", optimizer))
@@ -411,7 +418,8 @@ def is_linear(optimizer: Any) -> bool:
 
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
     """A criterion's call, to which backward adds the seed that flows into it."""
-    (line, inner), eps = where(), torch.finfo(dtype).eps
+    (line, inner) = where()
+    eps = torch.finfo(dtype).eps
     unknown = dict.fromkeys(("count", "print", "pairs", "divisors", "seed", "low", "expected"))
     return {**unknown, "went": False, "site": [line, name, inner], "eps": eps, **known}
 

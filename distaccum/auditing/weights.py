@@ -236,7 +236,9 @@ def _judge_level(
     criterion: Criterion, others: Sequence[Criterion], verdict: Verdict, doubts: list[str]
 ) -> Fault | None:
     """Finds a usual weight that has one plausible reading; notes another one that is constant."""
-    run, level, steps = criterion.run, criterion.level, criterion.common
+    run = criterion.run
+    level = criterion.level
+    steps = criterion.common
     if (fault := _sum_for_mean(criterion)) is not None or criterion.factor is None or not level:
         return fault
     totals = [criterion.totals[index] for index in criterion.usual if index in criterion.totals]
@@ -286,7 +288,9 @@ def _wholes(criterion: Criterion) -> Iterator[float]:
 
 def _reading(criterion: Criterion) -> tuple[str, str] | None:
     """Says what is divided too often or not at all, with the cure, if an update can mean nothing else."""
-    steps, ranks, factor = criterion.common, criterion.run.num_ranks, criterion.factor or 1.0
+    steps = criterion.common
+    ranks = criterion.run.num_ranks
+    factor = criterion.factor or 1.0
     path = next((part.path for part in criterion.parts if part.path is not None), None)
     if path is None:
         return None
