@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -17,7 +17,6 @@ from .law import DistaccumError
 # Name, what for, the versions in which it was seen to work (from "2.9" on, or "2.9 to 2.11"), and what happens without
 # it; a test takes each away and sees that.
 NAMES = (
-    ("torch._foreach_norm", "norms in one kernel", "2.9", "a kernel each"),
     ("torch._foreach_zero_", "zeros in one kernel", "2.9", "a kernel each"),
     ("torch._foreach_mul_", "products in one kernel", "2.9", "a kernel each"),
     ("torch.autograd.graph._engine_run_backward", "a backward without checks of shapes", "2.9", "the public call"),
@@ -94,7 +93,6 @@ def _one_by_one(method: str) -> Callable[..., list[Tensor]]:
 
 
 # In one kernel for tensors of one device and dtype, as torch's optimizers and clipping do.
-norms_of: Callable[..., Sequence[Tensor]] = getattr(torch, "_foreach_norm", _one_by_one("norm"))
 zero_all: Callable[[list[Tensor]], Any] = getattr(torch, "_foreach_zero_", _one_by_one("zero_"))
 multiply_all: Callable[[list[Tensor], float | Tensor], Any] = getattr(torch, "_foreach_mul_", _one_by_one("mul_"))
 

@@ -10,7 +10,7 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2832),
+    CORE: (2200, 2830),
     "loader.py": (190, 235),
     "ranks.py": (150, 156),
     "private.py": (90, 90),
@@ -20,13 +20,13 @@ BUDGETS = {
     "state": (210, 287),
     "runs": (680, 844),
     "trainers": (300, 418),
-    "tools": (320, 391),
+    "tools": (320, 390),
     "extensions": (200, 214),
     "feeding": (70, 70),
-    "the library": (5600, 6793),
-    "auditing": (1500, 2363),
-    "tests": (9300, 10638),
-    "tests/audit": (1200, 1479),
+    "the library": (5600, 6790),
+    "auditing": (1500, 2017),
+    "tests": (9300, 10586),
+    "tests/audit": (1200, 1292),
     "launch": (3500, 3500),
 }
 
