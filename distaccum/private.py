@@ -25,7 +25,7 @@ NAMES = (
     ("torch.optim.Optimizer._optimizer_step_pre_hooks", "knows whether our hook is last", "2.9", "made anew"),
     ("torch.distributed.distributed_c10d._get_default_store", "who is missing, and why", "2.9", "errors name no rank"),
 )
-SEEN = {"torch": "2.9 to 2.15, FSDP2 2.13", "DeepSpeed": "0.19.4+", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
+SEEN = {"torch": "2.9 to 2.15, FSDP2 2.13", "DeepSpeed": "0.18, 0.19", "Accelerate": "1.11 to 1.15", "Lightning": "2.6"}
 
 
 # There is no store, or it is gone with the rank that had it.

@@ -42,7 +42,7 @@ while (($#)); do
         [[ $1 != --oldest ]] || set -- --torch "$oldest" "${@:2}"
         [[ ${2:-} =~ ^[0-9]+\.[0-9]+$ ]] || stop "--torch ${2:-}, expected a version such as 2.13"
         venv=.venv-$2 only="torch==$2.*" lint=''
-        [[ $2 != "$oldest" ]] || only+=" accelerate==1.11.* deepspeed==0.19.4"
+        [[ $2 != "$oldest" ]] || only+=" accelerate==1.11.* deepspeed==0.18.*"
         shift
         ;;
     *) words+=("$1") ;;

@@ -7,9 +7,10 @@
 
 Stage 1 also coalesces if its config has `overlap_comm`, since no_sync then holds nothing back.
 
-Stages 2 and 3 also reduce in each micro-step, with a warning, if the config asks for sums in another dtype than the
-model's, in which coalescing adds up. In stages that communicate in each micro-step, ranks with fewer micro-batches
-stand in.
+An engine whose config says `"managed_gradient_accumulation": false` (0.19.4) leaves the window to the caller; its
+stages 2 and 3 reduce in each backward. A managed engine's do so too, with a warning, if it cannot coalesce: before
+0.19.2, or if its config asks for sums in another dtype than the model's, in which coalescing adds up. In stages that
+communicate in each micro-step, ranks with fewer micro-batches stand in.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 from ..adapter import Prepared
 from ..engines.base import OVERFLOW, Engine, Gradient, Groups, Sync, refuse_left_out_terms, sparse_embeddings
 from ..law import DistaccumError, Plan
-from ..private import replaced, require
+from ..private import replaced
 from ..text import ranks_where, shorten, warn
 from . import private
 
@@ -54,8 +55,17 @@ class DeepSpeedEngine(Engine):
         self._deepspeed = engine
         self._optimizer = engine.optimizer
         self._stage = int(engine.zero_optimization_stage())
+        self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         _refuse_what_cannot_accumulate(engine, models)
-        self._form = _choose_form(engine, sync)
+        self._form = _choose_form(engine, sync, self._is_managed)
+        # Optimizer states, and the gradients that they are stepped with, are on the host.
+        self._offloads = any(getattr(self._optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
+        loses = self._offloads and not hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
+        if self._form == "each" and loses:
+            raise ValueError(
+                f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, where DeepSpeed "
+                "before 0.19.4 loses gradients; use sync='last', or leave offload_optimizer out"
+            )
         if self._stage < 2:
             self.policies = ("last",)
         super().__init__(models, sync, engine.data_parallel_group or dist.group.WORLD)
@@ -95,11 +105,11 @@ class DeepSpeedEngine(Engine):
                 f"DeepSpeed clips at {clips:g} (1.0 where its config does not say) and max_norm={max_norm}; put "
                 f'"gradient_clipping": {wanted:g} into its config, or pass max_norm={clips or None}'
             )
-        if on_nonfinite != "ignore" and self._judges and not self._scales and private.is_blind(self._optimizer):
+        why_blind = private.why_blind(self._optimizer) if self._judges and not self._scales else None
+        if why_blind is not None and on_nonfinite != "ignore":
             raise ValueError(
-                f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite by its "
-                'config ("check_grad_overflow": false, or "compute_grad_norm": false); take that out of it, or say '
-                "'ignore'"
+                f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite "
+                f"{why_blind}, or say 'ignore'"
             )
         given.optimizers = []
         given.schedulers = [one for one in given.schedulers if one is not self._deepspeed.lr_scheduler]
@@ -107,7 +117,8 @@ class DeepSpeedEngine(Engine):
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         steps, _ = super().num_micro_steps(plan)
         if self.lockstep and self.peers.num_ranks > 1:
-            refuse_left_out_terms(plan, ", or use sync='last'" if self._stage == 2 else "")
+            could_coalesce = self._stage == 2 and self._is_managed
+            refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
         # DeepSpeed takes only the last for a boundary.
         return steps, 0
 
@@ -138,10 +149,10 @@ class DeepSpeedEngine(Engine):
             # The hook runs in backward, before anything is reduced.
             loss.register_hook(self._refuse_another_use)
         how: Any = nullcontext()
-        if self._form == "no_sync":
+        if self._is_managed and self._form == "no_sync":
             how = self._deepspeed.no_sync()
-        elif self._form == "each":
-            how = private.in_mid_window(self._deepspeed)
+        elif self._is_managed and self._form == "each":
+            how = private.ending_window(self._deepspeed, reduce and not self._offloads)
         with how:
             self.run_backward([loss], [])
 
@@ -169,10 +180,12 @@ class DeepSpeedEngine(Engine):
     def finish(self) -> None:
         if not self.lockstep:
             private.give_all_a_gradient(self._optimizer, self.parameters(), sets_up=self._form == "no_sync")
-        if self._form == "each":
+        # An unmanaged engine does so in step().
+        if self._form == "each" and self._offloads and self._is_managed:
             self._optimizer.finalize_gradient_accumulation_boundary()
         if self._form == "no_sync":
-            self._deepspeed.allreduce_gradients()
+            with private.ending_window(self._deepspeed, True):
+                self._deepspeed.allreduce_gradients()
         self._context.close()
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -181,7 +194,7 @@ class DeepSpeedEngine(Engine):
         if self._holds:
             # With nothing left to reduce, leaving the context sends nothing.
             self._context.close()
-            private.discard_window(self._deepspeed)
+            private.discard_window(self._deepspeed, self._stage)
             self._holds = False
 
     def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
@@ -195,7 +208,9 @@ class DeepSpeedEngine(Engine):
         self._guards.close()
         if max_norm is not None:
             gradient.take()  # DeepSpeed clips it
-        engine.step()
+        # An unmanaged engine would reduce again in step.
+        with replaced(engine, enable_backward_allreduce=self._form != "no_sync"):
+            engine.step()
         # A skipped step leaves gradients in some places.
         self._holds = not engine.was_step_applied()
         if self._judges:
@@ -214,7 +229,6 @@ def _refuse_step(*_: object, **__: object) -> None:
 
 
 def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> None:
-    require("DeepSpeed", engine, "coalesce_grad_reduction", "managed_gradient_accumulation")
     own = {id(p) for p in engine.module.parameters()}
     outside = [n for model in models for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
     if outside:
@@ -233,7 +247,6 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
         "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
         "ZenFlow": getattr(engine, "zenflow", False),
         "a pipeline, or its all-reduce turned off": not engine.enable_backward_allreduce,
-        '"managed_gradient_accumulation": false': not engine.managed_gradient_accumulation(),
         '"immediate_grad_update": true': getattr(engine.optimizer, "immediate_grad_update", False),
         "an embedding of sparse gradients": sparse,
     }.items():
@@ -246,18 +259,31 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
         )
 
 
-def _choose_form(engine: Any, sync: Sync) -> Form:
+def _choose_form(engine: Any, sync: Sync, is_managed: bool) -> Form:
     stage = int(engine.zero_optimization_stage())
-    # Hooks of overlap_comm send in each backward, even under no_sync.
-    if stage == 0 or (stage == 1 and not getattr(engine.optimizer, "overlap_comm", False)):
-        return "no_sync"
-    dtype = engine.optimizer.gradient_accumulation_dtype
-    adds_up_alike = dtype == next(engine.module.parameters()).dtype
-    if stage == 1 or (sync == "last" and adds_up_alike):
+    optimizer = engine.optimizer
+    can_coalesce = private.can_coalesce(optimizer)
+    if stage == 1 and getattr(optimizer, "overlap_comm", False):
+        # Its hooks send in each backward, even under no_sync.
+        if not can_coalesce:
+            raise ValueError(
+                'ZeRO stage 1 with "overlap_comm": true reduces within each backward, and this version of DeepSpeed '
+                'cannot be kept from it (0.19.2 can); put "overlap_comm": false into its config'
+            )
         return "coalesced"
-    if sync == "last" and engine.global_rank == 0:
-        warn(
-            f"ZeRO stage {stage} reduces gradients in each micro-step: coalesced they would not add up in {dtype}, as "
-            "the config asks"
-        )
+    if stage < 2:
+        return "no_sync"
+    if sync != "last":
+        return "each"
+    dtype = optimizer.gradient_accumulation_dtype
+    if not is_managed:
+        why = 'its config says "managed_gradient_accumulation": false'
+    elif not can_coalesce:
+        why = "this version of DeepSpeed cannot coalesce them (0.19.2 can)"
+    elif dtype != next(engine.module.parameters()).dtype:
+        why = f"coalesced they would not add up in {dtype}, as the config asks"
+    else:
+        return "coalesced"
+    if engine.global_rank == 0:
+        warn(f"ZeRO stage {stage} reduces gradients in each micro-step: {why}")
     return "each"

@@ -33,9 +33,10 @@ NAMES = (
     (f"{FLAT}._param_extensions", "finds tensor-parallel parts", "2.9", "they go unseen"),
     (f"{FLAT}._saved_grad_shard", "forgets a reduced gradient", "2.9", "there is none to forget"),
     (f"{FSDP}._init_utils._inter_node_pg", "the ranks with the same shard", "2.9", "there are none"),
-    ("deepspeed.runtime.engine._is_gradient_accumulation_boundary", "ends a window", "0.19", "each backward ends one"),
-    ("deepspeed.runtime.base_optimizer._backward_active_depth", "forgets a failed backward", "0.19", "it has none"),
-    (f"{ZERO}._release_ipg_buffers", "frees what a backward that failed left", "0.19", "freed with the next step"),
+    ("deepspeed.runtime.engine._is_gradient_accumulation_boundary", "ends a window", "0.18", "each backward ends one"),
+    ("deepspeed.runtime.base_optimizer._backward_active_depth", "forgets a failed backward", "0.18", "it has none"),
+    (f"{ZERO}._coalesce_grad_reduction", "tells whether DeepSpeed can coalesce", "0.19", "it reduces each micro-step"),
+    (f"{ZERO}._release_ipg_buffers", "frees what a backward that failed left", "0.18", "freed with the next step"),
     ("torch._C._will_engine_execute_node", "finds ranks that use different modules", "2.9", "they go unseen"),
     (f"{STATE}._add_dataloader", "keeps a loader read ahead from telling so", "1.11", "it has nothing to tell"),
     (f"{STATE}._remove_dataloader", "keeps a loader read ahead from telling so", "1.11", "it has nothing to tell"),
@@ -108,15 +109,27 @@ def discard_gradient(handle: Any) -> None:
 # DeepSpeed
 
 
-def is_blind(optimizer: Any) -> bool:
-    """True if a step would apply a gradient that is not finite; stages 1 and 2 have two switches for it."""
-    looks = getattr(optimizer, "check_grad_overflow", True)
-    return not looks and (not getattr(optimizer, "compute_grad_norm", True) or optimizer.dtype == torch.bfloat16)
+def why_blind(optimizer: Any) -> str | None:
+    """The reason why a step would apply a non-finite gradient, with the cure; None if it skips such a gradient.
+
+    Stages 1 and 2 have two switches. In other stages, versions that check have `is_invalid_grad_norm` in the module.
+    """
+    looks = getattr(optimizer, "check_grad_overflow", None)
+    if not looks and not hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm"):
+        return "in this version; use DeepSpeed 0.19"
+    if looks is not False or (getattr(optimizer, "compute_grad_norm", True) and optimizer.dtype != torch.bfloat16):
+        return None
+    return 'by its config ("check_grad_overflow": false, or "compute_grad_norm": false); take that out of it'
 
 
-def in_mid_window(engine: Any) -> AbstractContextManager[None]:
-    """Makes no backward in the block end a window; the public setter cannot put back that nobody set it."""
-    return replaced(engine, _is_gradient_accumulation_boundary=False)
+def can_coalesce(optimizer: Any) -> bool:
+    """True if engine.coalesce_grad_reduction() (0.19.2) works with this optimizer; otherwise it would raise."""
+    return hasattr(optimizer, "_coalesce_grad_reduction")
+
+
+def ending_window(engine: Any, flag: bool) -> AbstractContextManager[None]:
+    """Sets whether a backward ends a window, for the block; an unmanaged engine refuses the public setter."""
+    return replaced(engine, _is_gradient_accumulation_boundary=flag)
 
 
 def kept_partitions(optimizer: Any) -> Iterator[Tensor]:
@@ -153,44 +166,39 @@ def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], *, sets_up: b
         optimizer.fill_grad_accum_attribute()
 
 
-def discard_window(engine: Any) -> None:
+def discard_window(engine: Any, stage: int) -> None:
     """Discards the gradients of a window, and the traces of a backward that failed.
 
-    `zero_grad` does not touch the partitions of ZeRO's optimizers, nor their buckets.
+    `zero_grad` does not touch the partitions of stages 2 and 3, nor their buckets.
     """
     optimizer = engine.optimizer
     # Otherwise a running reduction would write afterwards.
     torch.get_device_module(engine.device).synchronize()
     optimizer.zero_grad()
-    if hasattr(optimizer, "ipg_buckets"):
+    if hasattr(optimizer, "reset_cpu_buffers"):
         # It forgets norms of offloaded gradients, and whether one overflowed.
         optimizer.reset_cpu_buffers()
-        discard = _discard_parameters if hasattr(optimizer, "parameter_offload") else _discard_partitions
-        discard(optimizer)
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    if stage in (1, 2):
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            gradients = getattr(optimizer, name, {})
+            gradients.update(dict.fromkeys(gradients))
+        for bucket in buckets:
+            bucket.clear()
+        if hasattr(optimizer, "params_already_reduced"):
+            optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+            optimizer.extra_large_param_to_reduce = {}
+            optimizer.micro_step_id = -1
+            getattr(optimizer, "_release_ipg_buffers", lambda: None)()
+    elif stage == 3:
+        for bucket in buckets:
+            bucket.params.clear()
+            bucket.elements, bucket.process_group = 0, None
+        if hasattr(optimizer.parameter_offload, "release_backward_leftovers"):
+            optimizer.parameter_offload.release_backward_leftovers()
     if hasattr(optimizer, "_backward_active_depth"):
         optimizer._backward_active_depth = 0
         optimizer.clear_backward_seen_flag()
-
-
-def _discard_partitions(optimizer: Any) -> None:
-    """Discards what stages 1 and 2 keep."""
-    for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-        gradients.update(dict.fromkeys(gradients))
-    for bucket in optimizer.ipg_buckets.values():
-        bucket.clear()
-    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-    optimizer.extra_large_param_to_reduce = {}
-    optimizer.micro_step_id = -1
-    getattr(optimizer, "_release_ipg_buffers", lambda: None)()
-
-
-def _discard_parameters(optimizer: Any) -> None:
-    """Discards what stage 3 keeps."""
-    for bucket in optimizer.ipg_buckets.values():
-        bucket.params.clear()
-        bucket.elements = 0
-        bucket.process_group = None
-    optimizer.parameter_offload.release_backward_leftovers()
 
 
 def is_reached(parameter: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam
 from distaccum import Accumulator, DistaccumError
 from distaccum.runs.memory import FIRST_WAIT, MicroBatchSize, is_out_of_memory, largest_sample
 from tests.support.counting import Counting
-from tests.support.engines import KINDS, fully_sharded
+from tests.support.engines import COALESCES, KINDS, fully_sharded
 from tests.support.problems import join, make_batch, make_net_without_router
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, hooked, loss_of, refused, weights
@@ -274,7 +274,9 @@ OPTIONS = {
     "FSDP2": {"micro_batch_size": 3},
     "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
     "FSDP2, auto": {"micro_batch_size": "auto"},
-    **{f"ZeRO {stage}": {"micro_batch_size": 3} for stage in range(3)},  # 2 reduces in each backward
+    **{
+        f"ZeRO {stage}": {"micro_batch_size": 3} for stage in range(3 if COALESCES else 2)
+    },  # 2 reduces in each backward
 }
 IN_THE_LOSS = [(BUG, "loss"), (NO_MEMORY, "loss")]
 UNPROVEN = list(itertools.product(FAULTS, [(0, 1), (1, 1), (1, 2), (0, 4)]))
