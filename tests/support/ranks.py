@@ -209,6 +209,7 @@ def serve(rank: int, num: int, folder: Path, pipe: Connection) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message="no weight changed")  # many want gradients alone
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is dep")  # in torch 2.14
+    warnings.filterwarnings("ignore", message=".torch.jit")  # of torch 2.13, by its own imports
     pipe.send((True, None))
     while True:
         try:
