@@ -236,9 +236,10 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
             f"{shorten(outside)} is trained and outside of the DeepSpeed engine, which neither reduces nor steps it; "
             "put it into the module that deepspeed.initialize gets"
         )
-    if engine.gradient_accumulation_steps() > 1:
+    own_steps = engine.gradient_accumulation_steps()
+    if own_steps > 1:
         raise DistaccumError(
-            f"DeepSpeed accumulates over {engine.gradient_accumulation_steps()} steps by itself, which would divide "
+            f"DeepSpeed accumulates over {own_steps} steps by itself, which would divide "
             'the loss a second time and skip steps; put "gradient_accumulation_steps": 1 into its config'
         )
     sparse = any(weight.requires_grad for weight in sparse_embeddings([engine.module]).values())
