@@ -153,7 +153,8 @@ class DDPEngine(Engine):
             self._by_hand += self._covered[wrapper].values()
 
     def finish(self) -> None:
-        average(self, self._by_hand, self._is_zeroed)
+        if self._by_hand:
+            average(self, self._by_hand, self._is_zeroed)
         self._release()
 
     def _release(self) -> None:
