@@ -14,6 +14,7 @@ LACKS = {
         "0.19.2",
         "ZeRO 1, overlap_comm: 0.19.2",
     ),
+    "this version of torch reduces in each call": ("torch", "2.15", "stages under fully_shard need torch 2.15"),
     "in _initialize_stage": ("torch", "2.13", "a pipeline needs torch 2.13"),  # it greets in another dtype: gloo aborts
     "gradients that are not finite in this version": ("deepspeed", "0.19", "DeepSpeed 0.18 steps NaN, and is refused"),
 }
