@@ -158,7 +158,7 @@ class NoiseScale(Extension):
         if not self._norm_follows:
             norm: Any = self._engine.gradient(self._parameters()).take()
             self._norm = None if norm is None else self._unscaled(norm)
-        self._window: Callable[[], Window | None] = weakref.ref(window)
+        self._window: weakref.ref[Window] | None = weakref.ref(window)
         zeros = widest(torch.zeros(3, device=window.parameters[0].device))
         return zeros if self._small is None else self._small.to(zeros)
 
@@ -172,9 +172,12 @@ class NoiseScale(Extension):
             self._last = Estimate(self._last.sums)
         update.notes[self.key] = self._last
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_window": None}
+
     def state(self) -> list[float]:
         """The averages; in a hook of the step that moved the weights, those with its window."""
-        window = self._window()
+        window = None if self._window is None else self._window()
         last = self._last
         if window is not None and window.moved is not None:
             record, gradient = window.moved
@@ -195,7 +198,7 @@ class NoiseScale(Extension):
         if len(sums) != 3:
             raise ValueError(f"the state has noise={state!r}, expected three numbers, as state_dict() gave them")
         self._last = Estimate(torch.tensor(sums, dtype=torch.float64))
-        self._window = lambda: None
+        self._window = None
 
     def _leaves(self) -> list[Any]:
         return [leaf for leaf in self._engine.grad_leaves(self._parameters()) if leaf.requires_grad]

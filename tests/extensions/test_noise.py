@@ -1,6 +1,7 @@
 """The gradient noise scale: the two norms of each update, their average, and the cost of measuring."""
 
 import math
+import pickle
 import warnings
 from itertools import permutations
 from typing import Any
@@ -265,6 +266,14 @@ def test_state_in_a_hook_after_the_weights_moved_has_the_updates_noise(options):
         go(net, accumulator, index)
         after = accumulator.state_dict()["noise"]
         assert states == {"before": before, "after": after, "schedule": after} and before != after
+
+
+def test_accumulator_that_measures_noise_can_be_pickled_between_windows():
+    model, accumulator = made()
+    for index in range(2):
+        go(model, accumulator, index)
+    _, copied = pickle.loads(pickle.dumps((model, accumulator)))
+    assert copied.state_dict()["noise"] == accumulator.state_dict()["noise"]
 
 
 def test_losses_must_share_one_denominator():
