@@ -1,10 +1,9 @@
-"""Job: the models and what trains them, checked once; the progress of training; and a watch over gradients."""
+"""Job: the models and what trains them, checked once, and the progress of training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_ as is_same
 from typing import Any, final
 
 import torch
@@ -16,12 +15,10 @@ from .adapter import Prepared
 from .batch import count_samples, fresh
 from .batchnorm import batchnorms
 from .engines import Engine
-from .engines.base import GRAD
 from .law import Counts
 from .norms import local, unique
 from .options import Config
-from .private import has_step_hooks, is_view, version_of
-from .scaling import has_unscaled
+from .private import has_step_hooks, version_of
 from .text import Once
 
 MOST_SKIPS = 50  # in a row
@@ -103,7 +100,6 @@ class Job:
         self.fit: Any = None  # what update() learned about sizes (runs/memory.py)
         self.seen: Seen = {}  # which entries of batches were cut, and which went whole
         self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite
-        self.tamper = Tamper(self.engine, self.scaler, self.optimizers)
         self.moves = Moves()
 
     def watch_schedules(self) -> None:
@@ -211,51 +207,6 @@ class Job:
             )
 
 
-@final
-class Tamper:
-    """Watches gradients to be stepped, from the end of a backward to the next one, or to the end of the loop.
-
-    After the last backward it looks at all of them, before it at a few: whoever clears, clips or unscales in
-    mid-window does so to all, and two looks at each of thousands of tensors would take longer than a micro-step. Our
-    own writes cannot be predicted: a backward may skip a parameter, and checkpoints add several times.
-    """
-
-    def __init__(self, engine: Engine, scaler: Any, optimizers: Sequence[Any]) -> None:
-        self._engine, self._scaler, self._optimizers = engine, scaler, optimizers
-        # The leaves whose gradients were looked at, these, and how often each was written to.
-        self._holders: Sequence[Any] = ()
-        self._seen: list[Tensor | None] = []
-        self._versions: list[int] = []
-
-    def look(self, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
-        """Remembers what gradients of `parameters` look like after a backward."""
-        self._holders = self._engine.grad_leaves(parameters if is_last else few_of(parameters))
-        self._seen = list(map(GRAD, self._holders))
-        self._versions = _versions_of(self._seen)
-
-    def differs(self) -> bool:
-        """Returns whether a gradient was set, removed or written to; forgets what it saw, so that it can be freed."""
-        holders, seen, versions = self._holders, self._seen, self._versions
-        self.clear()
-        if self._scaler is not None and has_unscaled(self._scaler, self._optimizers):  # a write that no version counts
-            return True
-        if all(map(is_same, map(GRAD, holders), seen)):
-            return _versions_of(seen) != versions
-        # DDP lays its buckets out anew in the forward after its first reduction, and moves gradients into them.
-        now = list(map(GRAD, holders))
-        pairs = zip(now, seen, _versions_of(now), versions, strict=True)
-        return any(
-            version != before if one is other else one is None or other is None or not is_view(one)
-            for one, other, version, before in pairs
-        )
-
-    def clear(self) -> None:
-        """Forgets what it saw."""
-        self._holders = ()
-        self._seen = []
-        self._versions = []
-
-
 def few_of(parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
     """Some of them, spread evenly."""
     return parameters[:: 1 + len(parameters) // NUM_LOOKS]
@@ -276,12 +227,12 @@ class Moves:
 
     def look(self, weights: Sequence[nn.Parameter]) -> None:
         """Remembers what weights look like after a window's loop."""
-        self._counts = _versions_of(weights)
+        self._counts = list(map(version_of, weights))
         self._some = list(map(_first_of, few_of(weights))) if self._counts_tell is None else []
 
     def happened(self, weights: Sequence[nn.Parameter]) -> bool:
         """Returns whether a weight has changed since."""
-        has_moved = _versions_of(weights) != self._counts
+        has_moved = list(map(version_of, weights)) != self._counts
         if has_moved or not all(map(torch.equal, self._some, map(_first_of, few_of(weights)))):
             self._counts_tell = has_moved if self._counts_tell is None else self._counts_tell
         return has_moved or self._counts_tell is False
@@ -289,10 +240,3 @@ class Moves:
 
 def _first_of(weight: Tensor) -> Tensor:
     return local(weight.detach()).reshape(-1)[:1].clone()
-
-
-def _versions_of(gradients: Sequence[Any]) -> list[int]:
-    try:
-        return list(map(version_of, gradients))
-    except AttributeError:  # one is None
-        return [-1 if one is None else version_of(one) for one in gradients]

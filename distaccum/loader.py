@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Generic, final
 
 import torch
@@ -15,7 +15,7 @@ from .batch import Batch, Columns, tensors_in
 from .batches import Batches, cut_up
 from .job import Job
 from .law import DistaccumError, all_or_none, steps_for, whole_number
-from .planning import Planner, counted
+from .planning import Planner
 from .private import own_version_of
 from .window import Window
 
@@ -23,6 +23,9 @@ from .window import Window
 NUM_ELEMENTS = 64
 # A tensor, torch's count of writes to it, and some elements, since numpy and others write without torch's knowledge.
 Look = tuple[Tensor, int | None, bytes]
+# A loader's state; the number of items yielded since; and whether it was taken before the first item of a pass.
+Position = tuple[Any, int, bool]
+NOTHING = object()
 
 
 @final
@@ -99,36 +102,27 @@ class Loader:
         # An iterator whose loop was left goes on with what was drawn of it.
         kept = next((reader for reader in planner.left if reader.of() is loader), None)
         planner.left = [reader for reader in planner.left if reader is not kept and reader.of() is not None]
-        random = job.random
-        place = planner.place
         # An empty loader has a reason if it was left before, or a state was just loaded.
-        self._may_be_empty = kept is not None or random.loaded is not None
-        # Of a loader that tells its state: it is told what becomes of the items.
-        self._pass: Any = place.open(loader, (kept and kept.source) or None)
-        source = self._pass or loader
-        if kept is not None:
-            kept.resume(source)
-        self._reader = kept or Reader(source, bool if self._pass else random.open)
+        self._may_be_empty = kept is not None or job.random.loaded is not None
+        self._reader: Reader = planner.place.open(loader, kept)
 
     def next_window(self) -> Window:
         """Plans the next window, which is empty if no rank has a micro-batch left."""
         planner, job = self._planner, self._job
         before = job.start
-        planner.begin()
-        batches = counted(job, self._batches)
-        if self._pass is not None:
-            planner.place.start(self._pass)
+        batches = planner.counted(self._batches)
+        if self._reader.tells_state:
+            planner.place.start(self._reader)
         if batches.error is not None:
-            self._use(0 if self._reader.drop_error(self._num) else self._num)
+            self._reader.use(0 if self._reader.drop_error(self._num) else self._num)
             if self._communicates and not batches.micro_batches:
                 # The others wait for this rank inside the loader, where no report of an error reaches them.
                 all_or_none((), batches.take_error(), "")
         window = planner.window_of(batches, pace=self.pace)
         is_over = not window.plan.num_drawn
         is_last = is_over or not window.plan.has_more
-        if planner.place is not None:
-            planner.place.is_read = is_last
-        self._use(self._num)
+        planner.place.is_read = is_last
+        self._reader.use(self._num)
         self._num_ahead = self._expected(job.index + 1) if self._reads_ahead and not is_last else 0
         if not self._num_ahead:
             # From here on the loop may write to the items.
@@ -151,8 +145,7 @@ class Loader:
 
     def end(self, loader: Any) -> None:
         """Notes that the pass over the loader has come to its end; warns if it had no window without a reason."""
-        if self._pass is not None:
-            self._pass.end()
+        self._reader.end()
         if not self._may_be_empty:
             self._job.once(
                 "empty",
@@ -163,8 +156,6 @@ class Loader:
     def leave(self, loader: Any) -> None:
         """Stops drawing, because the loop over windows() is over; keeps what was drawn of an iterator."""
         self._num_ahead = 0
-        if self._pass is not None:
-            self._pass.leave()
         if self._reader.leave(loader):
             is_weak = isinstance(self._reader.of, weakref.ref)
             # Of strong references, only the last is kept.
@@ -188,12 +179,6 @@ class Loader:
         batches = cut_up(items[0], self._job, Columns())(index) if items else Batches([])
         batches.no_more_after = is_last
         return batches
-
-    def _use(self, num: int) -> None:
-        """Drops the first `num` items, which are used now, or cannot be counted."""
-        del self._reader.drawn[:num]
-        if self._pass is not None:
-            self._pass.use(num)
 
 
 def num_items(job: Job, index: int) -> int:
@@ -224,23 +209,38 @@ def num_items(job: Job, index: int) -> int:
 class Reader:
     """Draws from a loader with `next()` alone, and keeps what was drawn and not yet used.
 
+    Of a loader that tells its state, it knows the position of the first item that was not used.
+
     Attributes:
         drawn: The items that are not used yet.
-        source: The loader; or, if it tells its state, a pass over it (`state/place.py`).
+        tells_state: The loader has a state.
+        of: A reference to the iterator of which items are kept, because its loop was left.
     """
 
-    def __init__(self, loader: Iterable[Any], before_opening: Callable[[], object] = bool) -> None:
-        self.source = loader
+    # It holds no Place, which holds it: the models of a dropped accumulator are freed at once.
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        before_opening: Callable[[], object] = bool,
+        *,
+        tells_state: bool = False,
+        position: Position | None = None,
+    ) -> None:
+        """`before_opening`: called before each `iter(loader)`; `position`: where to begin, or None."""
+        self._loader: Any = loader
         self._before_opening = before_opening
         self._iterator: Iterator[Any] | None = None
         self.drawn: list[Any] = []
+        self.tells_state = tells_state
+        self._position = position
+        # A state from before the first item may be that of an earlier pass's end, from which nothing comes first.
+        self._may_be_over = position is not None and position[2]
         self._is_fresh = True
         # The first item and how it looked, until the loop gets it.
         self._first: tuple[Any, list[Look]] | None = None
         # The loader's, raised after these items.
         self._error: Exception | None = None
         self._has_ended = False
-        # A reference to the iterator of which items are kept, because its loop was left.
         self.of: Callable[[], Any] = bool
 
     def fill(self, num: int, *, is_first_used: bool = False) -> bool:
@@ -250,22 +250,72 @@ class Reader:
         """
         drawn = self.drawn
         while len(drawn) < num and not self._has_ended and self._error is None:
-            if self._iterator is None:
-                self._before_opening()
-                self._iterator = iter(self.source)
             try:
+                if self._iterator is None:
+                    self._open()
+                # Asked before the item is drawn, in case Ctrl-C breaks that off.
+                self._position = self.position()
                 # Never called again after the end: some loaders then start over, others do on their next iter().
-                drawn.append(next(self._iterator))
-            except StopIteration:
-                self._has_ended = True
+                item = self._next()
             except Exception as error:
                 self._error = error
-            if self._is_fresh and drawn:
-                self._first = (drawn[0], _look_at(drawn[0]))
+                break
+            if item is NOTHING:
+                self._has_ended = True
+            else:
+                drawn.append(item)
+                if self._is_fresh:
+                    self._first = (item, _look_at(item))
                 self._is_fresh = False
         if is_first_used and self._first is not None:
             self.settle_reuse()
         return len(drawn) >= num
+
+    def _open(self) -> None:
+        num_skipped = 0
+        if self._position is not None:
+            state, num_skipped, _ = self._position
+            # Loading draws no random numbers: torchdata opens the loaded pass in its next call, and draws some.
+            with torch.random.fork_rng(devices=[]):
+                self._loader.load_state_dict(state)
+                # A loader may have no state before it is opened.
+                with suppress(Exception):
+                    self._loader.state_dict()
+        self._iterate()
+        for _ in range(num_skipped):
+            self._next()
+
+    def _iterate(self) -> None:
+        self._before_opening()
+        self._iterator = iter(self._loader)
+
+    def _next(self) -> Any:
+        assert self._iterator is not None
+        item = next(self._iterator, NOTHING)
+        if item is NOTHING and self._may_be_over:
+            self._iterate()
+            item = next(self._iterator, NOTHING)
+        self._may_be_over = False
+        return item
+
+    def position(self) -> Position | None:
+        """The loader's position before the first unused item, or at its end; None if it tells none."""
+        if self._position is None and self.tells_state:
+            return self._loader.state_dict(), 0, self._is_fresh
+        return self._position
+
+    def use(self, num: int) -> None:
+        """Drops the first `num` items, which are used now, or cannot be counted."""
+        used = len(self.drawn[:num])
+        del self.drawn[:num]
+        if self._position is not None and used:
+            state, since, is_fresh = self._position
+            self._position = (state, since + used, is_fresh) if self.drawn or self._has_ended else None
+
+    def end(self) -> None:
+        """Notes that the pass over the loader has come to its end, so that the next one begins there."""
+        self._position = None
+        self._is_fresh = True
 
     def peek(self, num: int) -> tuple[list[Any], bool]:
         """Up to `num` items, drawn where they are missing, which stay until `use`; and whether these are the last."""
@@ -302,18 +352,19 @@ class Reader:
 
     def leave(self, loader: Any) -> bool:
         """Releases the `loader`, since the caller left the loop; returns whether items of an iterator are kept."""
-        if self.source is loader:
-            self.source = ()
-        self._iterator = None
+        self._position = self.position()
+        self._loader = self._iterator = None
         self._before_opening = bool
         if not isinstance(loader, Iterator):
             self.drawn = []
+            self._first = self._error = None
             return False
         self.of = reference(loader)
         return bool(self.drawn or self._error)
 
     def resume(self, iterator: Iterator[Any]) -> None:
-        """Goes on with the iterator that was left, or with the pass over it."""
+        """Goes on with the iterator that was left."""
+        self._loader = iterator
         self._iterator = iter(iterator)
 
 

@@ -98,10 +98,10 @@ class Losses:
         reductions: Mapping[str, Reduction],
         totals: Mapping[str, float],
         device: torch.device,
-        terms: Terms,
+        terms: type[Terms],
     ) -> None:
         self.reductions = reductions
-        self.terms = terms
+        self.terms = terms(len(reductions))
         self.engine = job.engine
         self.device = device
         self._names = tuple(reductions)

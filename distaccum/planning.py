@@ -59,12 +59,17 @@ class Planner:
 
     def plan(self, draw: DrawFn, mode: RunMode = LOOP) -> Window:
         """Plans the window of the micro-batches that `draw` returns for the next update."""
-        self.begin()
-        return self.window_of(counted(self.job, draw, mode), mode)
+        return self.window_of(self.counted(draw, mode), mode)
 
-    def begin(self) -> None:
-        """Makes way for the next window."""
+    def counted(self, draw: DrawFn, mode: RunMode = LOOP) -> Batches:
+        """Makes way for the next window; draws and counts its micro-batches.
+
+        Those that count nothing are left out, unless other ranks have parts of them. An error is kept until the other
+        ranks have the plan.
+        """
         job = self.job
+        engine = job.engine
+        counts_of = mode.counts or job.config.counts
         self.close_previous()
         if job.due:  # as a loaded state says
             job.step_schedules()
@@ -74,6 +79,24 @@ class Planner:
         # Before the first plan, because its rows have as many counts as ranks have names.
         if job.compared is None:
             compare(job)
+        batches = Batches([])
+        try:
+            batches = draw(job.index)
+            counts = engine.count(batches.micro_batches, partial(_counts_of, counts_of, batches.lengths))
+            if "count" not in job.once.keys and batches.lengths is None and count_samples in counts_of.values():
+                tell_count(batches.micro_batches, job.once)
+            batches.micros = [
+                Micro(batch, own, number)
+                for number, (batch, own) in enumerate(zip(batches.micro_batches, counts, strict=True))
+                if engine.peers.has_parts or any(own)
+            ]
+            if engine.lockstep and batches.micros:
+                full = [micro for micro in batches.micros if engine.peers.has_parts or all(micro.counts)]
+                batches.substitute = (full or batches.micros)[-1].to_replay(len(job.config.counts))
+        except Exception as error:
+            batches.error = error
+            engine.peers.tell(error)
+        return batches
 
     def window_of(self, batches: Batches, mode: RunMode = LOOP, pace: Pace | None = None) -> Window:
         """Makes the window of `batches` and those of the other ranks; raises on all of them if one failed."""
@@ -169,33 +192,6 @@ def _guard_steps(planner: Planner) -> None:
     planner.job.last_hooks = [StepHook(planner, optimizer) for optimizer in optimizers]
     for hook in planner.job.last_hooks:
         weakref.finalize(planner, hook.remove)
-
-
-def counted(job: Job, draw: DrawFn, mode: RunMode = LOOP) -> Batches:
-    """Draws and counts the micro-batches of the next update; keeps an error until the other ranks have the report.
-
-    Micro-batches that count nothing are left out, unless other ranks have parts of them.
-    """
-    engine = job.engine
-    counts_of = mode.counts or job.config.counts
-    batches = Batches([])
-    try:
-        batches = draw(job.index)
-        counts = engine.count(batches.micro_batches, partial(_counts_of, counts_of, batches.lengths))
-        if "count" not in job.once.keys and batches.lengths is None and count_samples in counts_of.values():
-            tell_count(batches.micro_batches, job.once)
-        batches.micros = [
-            Micro(batch, own, number)
-            for number, (batch, own) in enumerate(zip(batches.micro_batches, counts, strict=True))
-            if engine.peers.has_parts or any(own)
-        ]
-        if engine.lockstep and batches.micros:
-            full = [micro for micro in batches.micros if engine.peers.has_parts or all(micro.counts)]
-            batches.substitute = (full or batches.micros)[-1].to_replay(len(job.config.counts))
-    except Exception as error:
-        batches.error = error
-        engine.peers.tell(error)
-    return batches
 
 
 def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:

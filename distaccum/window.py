@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_ as is_same
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -15,15 +16,16 @@ from . import guard
 from .batch import Batch, Count, fresh
 from .batches import Batches, Pace
 from .batchnorm import untouched_statistics
-from .engines.base import OVERFLOW, Gradient
+from .engines.base import GRAD, OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .guesses import Answering, refuse_arguments
 from .job import MOST_SKIPS, Hooks, Job, Micro, Start, few_of
 from .law import Counts, DistaccumError, Plan, Reduction, as_int_if_whole
 from .losses import Losses, Record, Terms
 from .parts import each_head, each_part
+from .private import is_view, version_of
 from .ranks import raise_if_lost
-from .scaling import forget, note_overflow, stamp_of_scale, unscale
+from .scaling import forget, has_unscaled, note_overflow, stamp_of_scale, unscale
 from .text import plural
 from .update import Update
 
@@ -40,13 +42,63 @@ class RunMode:
     hooks: Hooks | None = None  # of extensions
     counts: Mapping[str, Count] | None = None
     reductions: Mapping[str, Reduction] | None = None
-    terms: Callable[[int], Terms] = Terms  # what makes the record of the losses
+    terms: type[Terms] = Terms  # what makes the record of the losses
     agrees: bool = False  # ranks agree before they reduce
     # For the plan: whether no backward may reduce, and two numbers, of which the room that asks reads the largest.
     measure: Callable[[Batches], tuple[bool, tuple[int, int]]] | None = None
 
 
 LOOP = RunMode()
+
+
+@final
+class Tamper:
+    """Watches gradients to be stepped, from the end of a backward to the next one, or to the end of the loop.
+
+    After the last backward it looks at all of them, before it at a few: whoever clears, clips or unscales in
+    mid-window does so to all, and two looks at each of thousands of tensors would take longer than a micro-step. Our
+    own writes cannot be predicted: a backward may skip a parameter, and checkpoints add several times.
+    """
+
+    def __init__(self, job: Job, parameters: Sequence[nn.Parameter]) -> None:
+        self.few = few_of(parameters)
+        self._parameters = parameters
+        self._job = job
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what it saw."""
+        self._holders: Sequence[Any] = ()  # leaves whose gradients were looked at
+        self._seen: list[Tensor | None] = []
+        self._stamps: list[int] = []
+
+    def look(self, *, is_last: bool) -> None:
+        """Remembers what gradients look like after a backward."""
+        self._holders = self._job.engine.grad_leaves(self._parameters if is_last else self.few)
+        self._seen = list(map(GRAD, self._holders))
+        self._stamps = _stamps_of(self._seen)
+
+    def differs(self) -> bool:
+        """Returns whether a gradient was set, removed or written to; forgets what it saw, so that it can be freed."""
+        holders, seen, stamps = self._holders, self._seen, self._stamps
+        self.clear()
+        scaler = self._job.scaler
+        if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # a write that no version counts
+            return True
+        now = list(map(GRAD, holders))
+        if all(map(is_same, now, seen)):
+            return _stamps_of(seen) != stamps
+        # DDP lays its buckets out anew in the forward after its first reduction, and moves gradients into them.
+        pairs = zip(now, seen, _stamps_of(now), stamps, strict=True)
+        return any(
+            stamp != before if one is other else one is None or other is None or not is_view(one)
+            for one, other, stamp, before in pairs
+        )
+
+
+def _stamps_of(gradients: Sequence[Tensor | None]) -> list[int]:
+    """How often each was written to."""
+    return [-1 if gradient is None else version_of(gradient) for gradient in gradients]
 
 
 @final
@@ -81,7 +133,7 @@ class Window(Answering, Generic[Batch]):
         self.substitute = batches.substitute or job.substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()
         reductions = mode.reductions or job.config.reductions
-        self.losses = Losses(job, reductions, self.counts, self.parameters[0].device, mode.terms(len(reductions)))
+        self.losses = Losses(job, reductions, self.counts, self.parameters[0].device, mode.terms)
         self.numbers: dict[str, Tensor] = {}  # from extensions, by key
         # Including stand-ins.
         self.num_micro_steps, self._num_early = (0, 0) if self.is_empty else job.engine.num_micro_steps(plan)
@@ -105,7 +157,7 @@ class Window(Answering, Generic[Batch]):
         # The record and the gradient of a step; `moved` has them from where the weights move to the end.
         self.moved: tuple[Record, Gradient] | None = None
         self._at_step: tuple[Record, Gradient] | None = None
-        self._tamper = job.tamper
+        self._tamper = Tamper(job, job.trained or self.parameters)
         self._stamp: object = None  # identifies the scaler's scale, which all seeds have
         self._final: list[Sequence[nn.Parameter]] = []  # by optimizer, where any had a gradient after the loop
         self._started = time.perf_counter()
@@ -240,7 +292,7 @@ class Window(Answering, Generic[Batch]):
         """Raises if a backward is not allowed now; returns whether it may reduce."""
         if self.turn != WAITING:
             guard.refuse_backward(self)
-        if self._is_first and self._engine.stale(few_of(self.parameters)):
+        if self._is_first and self._engine.stale(self._tamper.few):
             give_up(self, "gradients came into the window that its backward() did not make, as by loss.backward()")
         if self._tamper.differs():
             give_up(self, TAMPERED)
@@ -268,7 +320,7 @@ class Window(Answering, Generic[Batch]):
             heard(self)
         self.turn = DONE
         self._is_first = False
-        self._tamper.look(self._job.trained or self.parameters, is_last=self._is_last)
+        self._tamper.look(is_last=self._is_last)
         return outputs
 
     def _finish(self) -> None:

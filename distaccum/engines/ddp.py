@@ -106,8 +106,7 @@ class DDPEngine(Engine):
             # Armed, its next backward would reduce on a rank where a forward outside windows armed it, and parameters
             # used in another Accumulator's open window would count as used in this one. A rank may run fewer forwards
             # than others, or none, or fail in its first, so no forward may communicate.
-            at_end = private.communicate_before_forward(wrapper)
-            private.hold_back(wrapper, sends_buffers=at_end and plan.num_counted.least > 0 and not plan.agrees.most)
+            private.hold_back(wrapper, sends_at_end=plan.num_counted.least > 0 and not plan.agrees.most)
 
     def will_reduce(self, reduce: bool) -> bool:
         return reduce and self._reduces
@@ -195,10 +194,7 @@ class DDPEngine(Engine):
         return gradient is not None and gradient is parameter.grad and version == version_of(gradient)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
-        for p in parameters:  # noqa: SIM110  # as in Engine
-            if p.grad is not None and not self._is_zeroed(p):
-                return True
-        return False
+        return not all(p.grad is None or self._is_zeroed(p) for p in parameters)
 
 
 @dataclass

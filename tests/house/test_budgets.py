@@ -10,23 +10,23 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2830),
-    "loader.py": (190, 235),
+    CORE: (2200, 2861),
+    "loader.py": (190, 271),
     "ranks.py": (150, 156),
     "private.py": (90, 90),
-    "engines": (800, 809),
+    "engines": (800, 800),
     "wrappers": (520, 560),
     "meshes": (330, 400),
-    "state": (210, 287),
+    "state": (210, 229),
     "runs": (680, 844),
     "trainers": (300, 418),
     "tools": (320, 390),
     "extensions": (200, 216),
     "feeding": (70, 70),
-    "the library": (5600, 6824),
+    "the library": (5600, 6788),
     "auditing": (1500, 2017),
     "tests": (9300, 10624),
-    "tests/audit": (1200, 1292),
+    "tests/audit": (1200, 1294),
     "launch": (3500, 3500),
 }
 

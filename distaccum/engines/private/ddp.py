@@ -79,16 +79,12 @@ def reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return trained
 
 
-def hold_back(wrapper: DistributedDataParallel, *, sends_buffers: bool) -> None:
-    """Keeps backwards from reducing; a module's own setting of an attribute takes 6 us.
+def hold_back(wrapper: Any, *, sends_at_end: bool) -> None:
+    """Keeps backwards from reducing, and sends now what a forward would, as Join does.
 
-    A static graph would all the same reduce in its first backward (pytorch#143580), unless it had done so.
+    `sends_at_end`: a forward may send buffers at its end, as a hook of the user's may demand.
     """
-    vars(wrapper).update(zip(FLAGS, (False, sends_buffers, True), strict=True))
-
-
-def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
-    """Sends now what DDP's forward would, as Join does; returns whether a forward also sends buffers at its end."""
+    # A static graph would all the same reduce in its first backward (pytorch#143580), unless it had done so.
     if not wrapper.static_graph:
         disarm(wrapper)
     if wrapper._join_config.enable:
@@ -97,11 +93,11 @@ def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
             "have different numbers of micro-batches without it. It stays on after its block: "
             "`with model.join(enable=False): pass` turns it off"
         )
-    untyped: Any = wrapper
-    if is_before := untyped._check_sync_bufs_pre_fwd():
-        untyped._sync_buffers()
-    # A buffer hook of the user's may send them at the end.
-    return bool(untyped.will_sync_module_buffers()) and not is_before
+    if is_before := wrapper._check_sync_bufs_pre_fwd():
+        wrapper._sync_buffers()
+    sends_buffers = sends_at_end and not is_before and bool(wrapper.will_sync_module_buffers())
+    # A module's own setting of an attribute takes 6 us.
+    vars(wrapper).update(zip(FLAGS, (False, sends_buffers, True), strict=True))
 
 
 def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
