@@ -238,7 +238,8 @@ def test_audit_sends_nothing_and_changes_no_weight(programs, tmp_path, name):
     root = str(LOOPS.parents[2])
     alone = programs.run(str(tmp_path / f"{name}.py"), ranks=2, PYTHONPATH=root)
     audited = programs.run("distaccum", "audit", tmp_path / f"{name}.py", ranks=2, PYTHONPATH=root)
-    assert alone.status == audited.status == 0 and alone.text in audited.text and "allreduce" in alone.text
+    assert alone.status == audited.status == 0, audited.text
+    assert alone.text in audited.text and "allreduce" in alone.text
 
 
 def test_audit_runs_under_accelerate_launch(programs, tmp_path):

@@ -20,6 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import audit
 from tests.support.ranks import on_ranks
+from tests.support.versions import needs
+
+FSDP2 = needs("torch", "2.13", "FSDP2")
 
 
 def wrapped(kind: str) -> Any:
@@ -56,7 +59,7 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "columns"])
+@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=FSDP2) for kind in ("fsdp2", "columns"))])
 @on_ranks(2)
 def test_planted_defect_is_named(kind, name):
     """A hook changes what a backward gives in the third of four updates, after the audit saw it."""

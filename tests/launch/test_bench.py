@@ -121,7 +121,7 @@ def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
 @pytest.mark.parametrize(
     ("program", "options", "row"),
     [
-        ("audit.py", ("--rounds", 1, "--updates", 17, "--ranks", 1), "36 tensors"),
+        ("audit.py", ("--rounds", 1, "--updates", 17, "--ranks", 1, "--shapes", "36 tensors"), "36 tensors"),
         ("memory.py", ("--only", "plain, by", "--batch-size", 2, "--sizes", 1), "plain, by hand"),
         ("pace.py", ("--rounds", 1, "--cases", 1), "1, 2, 8, 10"),
     ],
