@@ -155,6 +155,7 @@ def test_notebook_is_made_of_its_page_and_runs():
     assert len(cells) == 3 and out.getvalue().endswith("0.4\nTrue\n10 {'samples': 32}\n")
 
 
+@pytest.mark.long  # a workflow builds it, too
 def test_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", tmp_path]
     done = subprocess.run([*command, "-d", tmp_path / ".doctrees"], capture_output=True, text=True, cwd=ROOT)

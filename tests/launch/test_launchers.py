@@ -120,6 +120,7 @@ def test_srun_may_start_the_ranks_itself(programs, tmp_path):
     assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
 
 
+@pytest.mark.long
 def test_demo_trains_and_proves_itself(tmp_path):
     text = run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(tmp_path / "run"))
     *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # printed after each evaluation and at the end
