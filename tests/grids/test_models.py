@@ -211,10 +211,11 @@ def world_of(kind: str, **_: Any) -> int:
     return 1 if kind == "plain" else 2
 
 
-EXCEPTIONS = {  # tested below, or limits
+EXCEPTIONS = {  # tested below, or limits, or contained in another
     *((name, kind, option) for name in PROBLEMS for kind in KINDS[2:] for option in OPTIONS if "sparse" in name),
     *(("complex", "FSDP2", option) for option in OPTIONS),
     *(("complex", kind, "scaled and clipped") for kind in KINDS),
+    *((name, kind, "clipped") for name in PROBLEMS for kind in KINDS if name != "complex"),
 }
 GRID = [(n, k, o) for n in PROBLEMS for k in KINDS for o in OPTIONS if (n, k, o) not in EXCEPTIONS]
 

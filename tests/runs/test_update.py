@@ -5,6 +5,7 @@ import gc
 import itertools
 import random
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -274,37 +275,33 @@ OPTIONS = {
     "FSDP2": {"micro_batch_size": 3},
     "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
     "FSDP2, auto": {"micro_batch_size": "auto"},
-    **{
-        f"ZeRO {stage}": {"micro_batch_size": 3} for stage in range(3 if COALESCES else 2)
-    },  # 2 reduces in each backward
-}
-IN_THE_LOSS = [(BUG, "loss"), (NO_MEMORY, "loss")]
-UNPROVEN = list(itertools.product(FAULTS, [(0, 1), (1, 1), (1, 2), (0, 4)]))
-# No reduction starts before all ranks have succeeded, at any micro-batch until a size is proven, and then up to the
-# last loss. Under FSDP2 with sync='last' a given size counts as proven: the last backward reduces at once.
-SCENES = {
-    **{f"{kind}, unproven": (kind, UNPROVEN, [7, 5]) for kind in OPTIONS if "ZeRO" not in kind and kind != "FSDP2"},
-    "FSDP2, on all ranks": ("FSDP2", list(itertools.product(FAULTS, [(EVERY_RANK, n) for n in (1, 2, 3, 8)])), [7, 7]),
-    **{
-        f"{kind}, proven": (kind, list(itertools.product(IN_THE_LOSS, [(0, 10), (1, 6), (1, 8)])), [9, 6])
-        for kind in ("DDP", "DDP, every", "FSDP2, gathered")
-    },
-    **{
-        f"{kind}, beside a rank without samples": (kind, [((NO_MEMORY, "loss"), (0, 2))], [7, -3])
-        for kind in ("DDP", "DDP, auto", "DDP, every")
-    },
-    **{kind: (kind, list(itertools.product(FAULTS, [(1, 2), (0, 6)])), [7, 5]) for kind in OPTIONS if "ZeRO" in kind},
+    # Stage 2 reduces in each backward.
+    **{f"ZeRO {stage}": {"micro_batch_size": 3} for stage in range(3 if COALESCES else 2)},
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "fault", "at"),
-    [
-        pytest.param(kind, sizes, *case, id=f"{scene}, {case}")
-        for scene, (kind, cases, sizes) in SCENES.items()
-        for case in cases
-    ],
-)
+def scenes() -> Iterator[tuple[str, list[int], tuple[str, str], tuple[int, int]]]:
+    """The options, the ranks' batches, the fault and its place.
+
+    No reduction starts before all ranks have succeeded, at any micro-batch until a size is proven, and then up to the
+    last loss. Under FSDP2 with sync='last' a given size counts as proven: the last backward reduces at once.
+    """
+    unproven = [(0, 1), (1, 1), (1, 2), (0, 4)]
+    for kind in OPTIONS:
+        if kind == "FSDP2":
+            places = [(EVERY_RANK, n) for n in (1, 2, 3, 8)]
+        else:
+            places = [(1, 2), (0, 6), (0, 6), (1, 2)] if "ZeRO" in kind else unproven
+        whole = kind in ("DDP", "FSDP2, gathered")  # which have every fault at every place
+        for fault, at in itertools.product(FAULTS, unproven) if whole else zip(FAULTS, places, strict=True):
+            yield kind, [7, 7] if kind == "FSDP2" else [7, 5], fault, at
+        for text, at in itertools.product((BUG, NO_MEMORY), [(0, 10), (1, 6), (1, 8)] if whole else []):
+            yield kind, [9, 6], (text, "loss"), at  # proven
+        if "DDP" in kind:
+            yield kind, [7, -3], (NO_MEMORY, "loss"), (0, 2)  # beside a rank without samples
+
+
+@pytest.mark.parametrize(("kind", "sizes", "fault", "at"), list(scenes()), ids=str)
 @on_ranks(2)
 def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, sizes, fault, at):
     """`at`: the rank, and its n-th micro-batch."""

@@ -70,10 +70,17 @@ class Job:
     def __init__(self, rank: int, num: int, folder: Path) -> None:
         self.rank, self.num, self.folder = rank, num, folder
 
-    def join(self, generation: int = 0, rank: int | None = None, num: int | None = None, backend: str = "gloo") -> None:
-        store, rank = f"file://{self.folder}/{generation}", self.rank if rank is None else rank
-        limit = timedelta(seconds=SECONDS // 3)
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=num or self.num, timeout=limit)
+    def join(
+        self, generation: int = 0, rank: int | None = None, num: int | None = None, backend: str = "gloo",
+        seconds: float = SECONDS / 3,
+    ) -> None:  # fmt: skip
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{self.folder}/{generation}",
+            rank=self.rank if rank is None else rank,
+            world_size=num or self.num,
+            timeout=timedelta(seconds=seconds),
+        )
 
 
 def plain(job: Job) -> None:
@@ -151,7 +158,7 @@ def groups_destroyed_and_made_again(job: Job) -> None:
 
 def lost_rank(job: Job) -> str | None:
     """Rank 1 dies between a loop and its step; all others hear of it in that step."""
-    job.join()
+    job.join(seconds=8)
     windows = Training().epoch()
     next(windows)
     next(windows)
