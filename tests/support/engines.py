@@ -214,15 +214,14 @@ class Run:
 
 
 # A window lists the micro-batch sizes of each rank, for up to four ranks.
+EVEN = [[3, 1, 2]] * 4
 LAYOUTS = [
-    [[3, 3, 3]] * 4,
     [[4], [4], [4], [4]],  # short
-    [[1, 6, 2], [5, 1, 3], [2, 2, 9], [1, 1, 1]],  # uneven sizes
-    [[3, 2], [5], [1, 1, 1], [2]],  # uneven counts
+    [[1, 6, 2], [5, 3], [2, 2, 9], [1]],  # uneven sizes and numbers
     [[2, 3, 1], [], [1], [4, 4]],  # a dry rank
     [[], [2, 1, 4], [1], []],
 ]
-FOR_ONE_RANK = LAYOUTS[:4]
+FOR_ONE_RANK = LAYOUTS[:3]
 
 
 def windows_off(name: str, sync: str, case: str) -> list[Off]:
