@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import grid, mutants
-from tests.support.versions import needs
+from tests.programs import mutants
 
 FILES = sorted(Path(__file__).parents[1].glob("*/test_*.py"))
 # An article, pronoun or conjunction in the place of the sentence's noun.
@@ -47,9 +46,3 @@ def test_seed_gives_the_same_mutants_of_valid_python_that_differ():
     for one in found:
         before = (mutants.ROOT / "distaccum" / f"{one.file}.py").read_text()
         assert ast.dump(ast.parse(one.source)) != ast.dump(ast.parse(before)), one
-
-
-@needs("deepspeed", "0.19.4", "the table")
-def test_table_of_the_grid_is_the_printed_one():
-    page = Path(__file__).parents[1] / "grids/README.md"
-    assert page.read_text() == grid.page() + "\n", "python -m tests.programs.grid > tests/grids/README.md"
