@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from contextlib import suppress
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError, choosing
+from distaccum import Accumulator, choosing
 from distaccum.engines import Engine
-from distaccum.private import replaced, require
 from tests.support.engines import KINDS, fully_sharded, mesh_of, wrappers
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import make_net, make_net_without_router
@@ -166,19 +164,3 @@ def test_compiled_model_is_exact(name):
     for index, layout in enumerate([[[2, 2, 2], [2, 2]], [[2, 2], [2]]]):
         window, whole = accumulator.window(own(layout, index, kind.dtype)), everything(layout, index, kind.dtype)
         assert max(step_off(compiled, window, make_net_without_router(), whole, read=kind.weights)) <= kind.bound
-
-
-def test_missing_private_name_is_an_error_that_names_the_versions():
-    require("torch", nn.Linear(1, 1), "weight")
-    with pytest.raises(DistaccumError, match=r"Linear of this version of torch has no _gone, .*; use torch 2.9 to"):
-        require("torch", nn.Linear(1, 1), "weight", "_gone")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_replaced_attributes_are_their_own_or_their_classes_again(fails):
-    net = nn.Linear(1, 1)
-    net.bias_found = "own"
-    with suppress(ZeroDivisionError), replaced(net, bias_found="other", forward=lambda x: x, flag=True):
-        assert (net.bias_found, net(3), net.flag) == ("other", 3, True)
-        assert 1 / (not fails)
-    assert net.bias_found == "own" and net.forward.__func__ is nn.Linear.forward and not hasattr(net, "flag")

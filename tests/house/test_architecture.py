@@ -346,15 +346,6 @@ def place(path: str) -> str:
     return room(path) if "/" in path else "core"
 
 
-def imports_of_tests(source: Source) -> Counter[str]:
-    of_tests: Counter[str] = Counter()
-    for path, node in nodes(source):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        of_tests[path] += any(name.split(".")[0] == "tests" for name in names)
-    return +of_tests
-
-
 # Named here and run by the tests: workers and ranks import this file.
 RULES: dict[str, Callable[[Source], Counter[str]]] = {
     "upward imports": upward_imports,
@@ -364,7 +355,6 @@ RULES: dict[str, Callable[[Source], Counter[str]]] = {
     "private names of others": lambda source: private_reaches(source)[1],
     "names defined twice": names_twice,
     "docstrings that begin with nothing": empty_beginnings,
-    "imports of tests": lambda source: imports_of_tests({**source, **sources("launch")}),
     "values without a name": unnamed_values,
     "groups and threads of our own": own_ways,
     "assignments of several ideas": packed_assignments,
@@ -403,7 +393,6 @@ def test_rules_can_fail():
     assert empty_beginnings({"a.py": "def f():\n    '''Those of it.'''\n"}) == {"a.py": 1}
     named = "for one in x:\n    found = one\nf = lambda one: one\ng = (found := 1)\n"
     assert unnamed_values({"a.py": named, "b.py": "[one for one in x]\n"}) == {"a.py": 4}
-    assert imports_of_tests({"a.py": "from tests.support.ranks import Ranks\n"}) == {"a.py": 1}
     packed = "a, b = b, a\nc = d, e = 0, None\nf, g = h(1), h(2)\ni, j = k.grad, m.grad\nn, o = p.n, p.o\nself._q, self.r = q, r"  # noqa: E501
     assert packed_assignments({"a.py": packed}) == {}
     unrelated = "a, b = c, d\ne, f = g.h, g.i\nj, k = m(n), 0\np, q = m(n, 0), m(r, 1)\ns = t, u = v(), w()\n"
