@@ -1,6 +1,5 @@
 import gc
 import os
-import random
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
@@ -82,10 +81,6 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order of this seed")
-
-
 def file_of(item: pytest.Item) -> str:
     """`core/law` for a test of tests/core/test_law.py."""
     return f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}"
@@ -99,9 +94,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if file_of(item) in VERSIONS.split():
             item.add_marker("versions")
-    seed = config.getoption("--shuffle")
-    if seed is not None:
-        random.Random(seed).shuffle(items)
-    elif hasattr(config, "workerinput"):  # one of several workers
+    if hasattr(config, "workerinput"):  # one of several workers
         places = {name: place for place, name in enumerate(SLOWEST.split())}
         items.sort(key=lambda item: places.get(file_of(item), 99))

@@ -7,7 +7,6 @@
 #   bash tests/run.sh --quick -k resumed  # of those, the tests with this in their name
 #   bash tests/run.sh --slowest 20        # and which took longest
 #   bash tests/run.sh -n 0 tests/core/test_law.py
-#   bash tests/run.sh --shuffle 7         # in a random order, which the number names
 #   bash tests/run.sh --torch 2.13        # on this version of torch, in .venv-2.13; no style, no types
 #   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-2.9
 #   bash tests/run.sh --versions          # only the tests that touch what other libraries do not promise

@@ -179,14 +179,6 @@ def test_size_recovers_up_to_the_given_number():
     assert sorted(seen)[:2] == [5, 7] and max(seen) == 10
 
 
-def test_longer_samples_are_not_proven_by_shorter_ones():
-    fit = MicroBatchSize(most=4)
-    for _ in range(2):
-        fit.succeeded(4, 100, parts=2)
-    assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
-    assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
-
-
 def test_learned_size_yields_to_another_micro_batch_size():
     model, small = make(lr=0.0, micro_batch_size=2)
     small.update(make_batch(8, seed=0), Limited(model, 9))
