@@ -168,24 +168,5 @@ def test_site_builds_without_a_warning(tmp_path):
     for note in ("rl", "field", "pipelines"):  # pages that were merged lead on
         page, _, anchor = re.search(r"url=([^\"]+)", (tmp_path / f"{note}.html").read_text())[1].partition("#")
         assert f'id="{anchor}"' in (tmp_path / page).read_text()
-    index = (tmp_path / "searchindex.js").read_text()
-    words = ("oom", "gan", "clip", "hang", "slow", "wandb", "mps", "muon", "diloco", "elast", "sam", "opacus")  # stems
-    words += ("gradient_checkpoint", "qlora", "notebook", "ray", "torchtun", "tpu", "scale", "torchao", "slurm")
-    for word in words:
-        assert re.search(rf'\b"?{word}"?:', index), word
-    assert 'page === "start"' in (tmp_path / "_static" / "language_data.js").read_text()  # which lets Start come first
-    first = (tmp_path / "index.html").read_text()
-    for part in (
-        "pip install git",
-        "accumulator.windows(loader)",
-        "Which are you?",
-        "audit train.py",
-        "ExactAccumulation",
-    ):
-        assert part in re.sub(r"<[^>]*>", "", first), part
     assert 'href="measured/law.html"' in (tmp_path / "results.html").read_text()
-    start = (tmp_path / "start.html").read_text()
-    trainer = (tmp_path / "transformers.html").read_text()
-    assert re.search(r'highlight-diff.*?class="gd"', trainer, re.DOTALL)
-    assert "CosineAnnealingLR" in start  # launch/minimal.py, to be copied
     assert "2e-\N{WORD JOINER}16" in (tmp_path / "measured" / "law.html").read_text()  # no line ends within it

@@ -130,19 +130,3 @@ def test_other_programs_run_small_to_their_end(programs, tmp_path, program, opti
     done = run(programs, program, *options, "--out", tmp_path / "page")
     assert done.status == 0, done.text + done.errors
     assert f"\n| {row} |" in (tmp_path / "page.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("program", "options"),
-    [
-        ("overhead.py", ["--ranks", "0"]),
-        ("memory.py", ["--sizes", "0"]),
-        ("pace.py", ["--rounds", "few"]),
-        ("law.py", ["--timeout", "90"]),
-    ],
-)
-def test_mistakes_print_one_line_and_exit_with_status_2(programs, program, options):
-    done = run(programs, program, *options)
-    assert done.status == 2
-    last = done.errors.splitlines()[-1]
-    assert last.startswith(f"{program}: error: ") and options[0] in last

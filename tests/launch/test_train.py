@@ -452,33 +452,6 @@ def test_run_saves_after_the_update_on_a_signal(programs, tmp_path, few):
     assert [one["loss"] for one in log_of(run)] == [one["loss"] for one in log_of(tmp_path / "whole")]
 
 
-COUNTS_MESSAGES = """
-import time, torch.distributed as dist, train
-def loss_of(scores, labels, whole=train.loss_of, sleep=0.05):
-    time.sleep(sleep)
-    return whole(scores, labels)
-def reduce(*given, whole=dist.all_reduce, **named):
-    global messages
-    messages += 1
-    return whole(*given, **named)
-messages, train.loss_of, dist.all_reduce = 0, loss_of, reduce
-status = train.main()
-print("messages", messages)
-raise SystemExit(status)
-"""
-
-
-def test_signals_are_asked_for_without_a_message_of_their_own(programs, tmp_path):
-    """Each further update, however long, sends one: its losses, in which the signals are."""
-    messages = []
-    for updates in (2, 5):
-        words = ("-c", COUNTS_MESSAGES, *SMALL, "--updates", updates, "--out", tmp_path / str(updates))
-        done = programs.run(*words, ranks=2)
-        assert done.status == 0, done.text
-        messages.append(int(re.findall(r"^messages (\d+)$", done.text, re.MULTILINE)[0]))
-    assert messages[1] - messages[0] == 3
-
-
 def test_clock_of_the_first_rank_asks_all_to_save(programs, tmp_path):
     options = (*SMALL, "--updates", 2, "--keep", 9, "--checkpoint-minutes", 1e-6)
     trained(programs, tmp_path / "run", *options, ranks=2)
