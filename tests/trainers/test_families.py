@@ -68,25 +68,8 @@ def classes() -> Rows:
     return [{**row, "labels": torch.randint(0, 2, ())} for row in texts()]
 
 
-def pairs() -> Rows:
-    return [{**row, "labels": torch.randint(3, 40, (n,))} for row, n in zip(texts(), reversed(LENGTHS), strict=True)]
-
-
-def audio() -> Rows:
-    sounds = torch.randn(len(LENGTHS), 400)
-    return [{"input_values": s, "labels": torch.randint(3, 20, (n,))} for s, n in zip(sounds, LENGTHS, strict=True)]
-
-
 def images() -> Rows:
     return [{"pixel_values": image} for image in torch.randn(len(LENGTHS), 3, 16, 16)]
-
-
-def segments() -> Rows:
-    found = images()
-    for i, row in enumerate(found):
-        row["labels"] = torch.randint(0, 4, (16, 16))
-        row["labels"][: 13 if i % 4 < 2 else 0] = 255  # as much in both rows of a micro-batch
-    return found
 
 
 def matches() -> Rows:
@@ -119,29 +102,9 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def segformer() -> nn.Module:
-    options = {"sr_ratios": [1], "hidden_sizes": [8], "patch_sizes": [3], "strides": [2], "depths": [1]}
-    heads = {"num_attention_heads": [1], "mlp_ratios": [1], "decoder_hidden_size": 8, "num_labels": 4}
-    model = of("SegformerForSemanticSegmentation", "SegformerConfig", num_encoder_blocks=1, **options, **heads)()
-    model.decode_head.batch_norm = nn.Identity()  # batch normalisation is another limit
-    return model
-
-
-def wav2vec() -> nn.Module:
-    sizes = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
-    norm = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "num_conv_pos_embedding_groups": 2}
-    more = {"layerdrop": 0.0, "num_conv_pos_embeddings": 4, "apply_spec_augment": False, "vocab_size": 20}
-    options = {**SMALL, **sizes, **norm, **more, "pad_token_id": 0, "ctc_loss_reduction": "sum"}
-    return of("Wav2Vec2ForCTC", "Wav2Vec2Config", **options)()
-
-
 VISION = {**SMALL, "image_size": 16, "patch_size": 8}
 BERT = ("BertConfig", {**TEXT, **SMALL, "max_position_embeddings": 32})
 llama = of("LlamaForCausalLM", "LlamaConfig", **LLAMA)
-experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-mixtral = {**LLAMA, **experts, "output_router_logits": True}
-sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-t5 = of("T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=0)
 text_and_vision = {"text_config": {**TEXT, **SMALL, "max_position_embeddings": 32}, "vision_config": VISION}
 
 
@@ -165,11 +128,7 @@ FAMILIES = {
     "BERT, masked tokens": Family(of("BertForMaskedLM", BERT[0], **BERT[1]), masked, LABELS),
     "BERT, classes": Family(of("BertForSequenceClassification", BERT[0], **BERT[1]), classes, {"count": count_samples}),
     "Llama, tokens": Family(tokens, masked),
-    "T5": Family(t5, pairs, LABELS),
-    "Wav2Vec2, CTC sum": Family(wav2vec, audio, {"reduction": "sum", "count": count_samples}),
-    "SegFormer": Family(segformer, segments, {"count": count_tokens("labels", ignore_index=255)}),
     "CLIP": Family(of("CLIPModel", "CLIPConfig", **text_and_vision, projection_dim=8), matches, {}),
-    "Mixtral, router's loss": Family(of("MixtralForCausalLM", "MixtralConfig", **mixtral), causal, {}),
     "Llama, label smoothing": Family(llama, causal, SHIFTED, {"label_smoothing_factor": 0.1}, smoothed),
     "Llama, compute_loss_func": Family(llama, causal, SHIFTED, {"compute_loss_func": summed}),
 }
