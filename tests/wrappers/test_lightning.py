@@ -20,10 +20,11 @@ from distaccum.lightning import ExactAccumulation
 from tests.support.oracle import by_big_batches
 from tests.support.problems import IGNORED, join, make_batch, make_net_without_router, sample_loss, token_loss
 from tests.support.ranks import launched, on_ranks
-from tests.support.windows import error, gradient, weights
+from tests.support.windows import error, gradient, gradient_of, weights
 
 SIZES = [[7, 5, 6, 2, 8], [3, 4, 1, 5, 2]]  # of the batches of each rank
 MAX_NORM = 0.2  # clips some
+QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
 
 
 def batches_of(rank: int, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -73,10 +74,9 @@ def fit(module: Any, batches: list[Any], *, path: str | None = None, **options: 
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     plugins = [*options.pop("plugins", ()), LightningEnvironment()]
     with launched():
-        options = {**dict.fromkeys(quiet, False), "max_epochs": 1, "plugins": plugins, **options}
+        options = {**dict.fromkeys(QUIET, False), "max_epochs": 1, "plugins": plugins, **options}
         options = {"strategy": "ddp" if world > 1 else "auto", **options}
         trainer = pl.Trainer(accelerator="cpu", devices=world, **options)
         loader = DataLoader(batches, batch_size=None) if isinstance(batches, list) else batches
@@ -284,21 +284,19 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(self.batches)
 
 
-@pytest.mark.parametrize("sizes", [[4, 2], [3, 2], [2, 0]], ids=str)
+@pytest.mark.parametrize("sizes", [[4, 2], [3, 2], [2, 0], [3, 3]], ids=str)
 @on_ranks(2)
-def test_callback_refuses_ranks_whose_streams_end_apart_on_all_of_them(sizes):
-    loader = DataLoader(Stream(batches_of(0)[: sizes[dist.get_rank()]]), batch_size=None)
-    with pytest.raises(DistaccumError, match="the data of some ranks end at micro-batch"):
-        fit(Automatic(), loader, accumulate_grad_batches=2, callbacks=[ExactAccumulation(count_samples)])
-
-
-@on_ranks(2)
-def test_callback_takes_streams_of_one_length():
-    module, batches = Automatic(), batches_of(dist.get_rank())[:3]
-    loader = DataLoader(Stream(batches), batch_size=None)
-    exact = ExactAccumulation(count_samples)
-    fit(module, loader, accumulate_grad_batches=2, gradient_clip_val=MAX_NORM, callbacks=[exact])
-    net, _, _ = expected(windows_of([2], [batches_of(rank)[:3] for rank in range(2)]))
+def test_callback_takes_streams_that_end_together_and_refuses_others_on_all_ranks(sizes):
+    module, rank = Automatic(), dist.get_rank()
+    loader = DataLoader(Stream(batches_of(rank)[: sizes[rank]]), batch_size=None)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": MAX_NORM}
+    options["callbacks"] = [ExactAccumulation(count_samples)]
+    if sizes[0] != sizes[1]:
+        with pytest.raises(DistaccumError, match="the data of some ranks end at micro-batch"):
+            fit(module, loader, **options)
+        return
+    fit(module, loader, **options)
+    net, _, _ = expected(windows_of([2], [batches_of(r)[: sizes[r]] for r in range(2)]))
     assert error(weights(module), weights(net)) <= 1e-12
 
 
@@ -318,9 +316,8 @@ def test_gradients_are_divided_in_the_search_for_a_learning_rate_too(monkeypatch
     batches = batches_of(0)[:2]
     finder = LearningRateFinder(min_lr=1e-3, max_lr=1e-2, num_training_steps=2, update_attr=False)
     fit(Searched(), batches, accumulate_grad_batches=2, callbacks=[finder, ExactAccumulation(count_samples)])
-    net = make_net_without_router()
-    sample_loss(net, join(batches)).backward()
-    assert len(seen) >= 2 and error(seen[0], gradient(net)) <= 1e-12
+    exact = gradient_of(make_net_without_router(), join(batches), sample_loss)
+    assert len(seen) >= 2 and error(seen[0], exact) <= 1e-12
 
 
 def test_module_may_be_copied_and_saved_while_it_trains():
@@ -361,28 +358,18 @@ def test_loss_of_shape_1_is_a_number_and_a_second_fit_weighs_once():
 def test_callback_works_with_lightning_by_its_other_name():
     other = pytest.importorskip("lightning.pytorch")
 
-    class Module(other.LightningModule):  # type: ignore[misc]
+    class Other(other.LightningModule):  # type: ignore[misc]
+        training_step = Automatic.training_step
+        configure_optimizers = Automatic.configure_optimizers
+
         def __init__(self) -> None:
             super().__init__()
-            self.net = make_net_without_router()
+            self.net, self.loss = make_net_without_router(), sample_loss
 
-        def training_step(self, batch: Any, index: int) -> Any:
-            return sample_loss(self.net, batch)
-
-        def configure_optimizers(self) -> Any:
-            return SGD(self.parameters(), lr=0.5)
-
-    module, exact = Module(), ExactAccumulation(count_samples)
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    options = {**dict.fromkeys(quiet, False), "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    module, exact = Other(), ExactAccumulation(count_samples)
+    options = {**dict.fromkeys(QUIET, False), "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    options |= {"accumulate_grad_batches": 5, "gradient_clip_val": MAX_NORM}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainer = other.Trainer(accumulate_grad_batches=5, callbacks=[exact], **options)
-    trainer.fit(module, DataLoader(batches_of(0), batch_size=None))
-    net = make_net_without_router()
-    (loss,) = [loss for _, loss, *_ in by_big_batches(net, [join(batches_of(0))], sample_loss, *_plain(net))]
-    assert error(weights(module), weights(net)) <= 1e-12 and exact.update.loss == pytest.approx(loss)
-
-
-def _plain(net: Any) -> Any:
-    sgd = SGD(net.parameters(), lr=0.5)
-    return sgd, StepLR(sgd, 1), math.inf
+    other.Trainer(callbacks=[exact], **options).fit(module, DataLoader(batches_of(0), batch_size=None))
+    net, losses, _ = expected([join(batches_of(0))])
+    assert error(weights(module), weights(net)) <= 1e-12 and exact.update.loss == pytest.approx(losses[0])
