@@ -17,7 +17,7 @@ from tests.support.counting import Counting
 from tests.support.oracle import everything, gradients_off, own
 from tests.support.problems import Choosing, make_batch, make_net_without_router, micro_batches_of, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, error, gradient, loss_of, refused, run_window
+from tests.support.windows import accumulating, error, gradient, gradient_of, loss_of, refused, run_window
 
 LAYOUT = [[2, 3], [1, 4, 2]]
 
@@ -54,13 +54,12 @@ def test_parts_reduce_once_and_a_model_absent_from_the_last_part_too(option):
     one, alone = make()
     wrongs, reductions = [], []
     for index in range(3):
-        plain = trunk()
-        loss_of(plain, everything(LAYOUT, index)).backward()
+        exact = gradient_of(trunk(), everything(LAYOUT, index))
         window = both.window(own(LAYOUT, index))
         for batch in window:
             for model in window.parts(models):
                 window.backward(loss_of(model, batch))
-        wrongs += [error(gradient(model), gradient(plain)) for model in models]
+        wrongs += [error(gradient(model), exact) for model in models]
         window.step()
         window = alone.window(own(LAYOUT, index))
         with Counting() as count:
@@ -68,7 +67,7 @@ def test_parts_reduce_once_and_a_model_absent_from_the_last_part_too(option):
                 for share in window.parts([0.25, 0.75]):
                     window.backward(share * loss_of(one, batch))
         reductions.append(sum(name == "allreduce_" for name, _ in count.collectives))
-        wrongs.append(error(gradient(one), gradient(plain)))
+        wrongs.append(error(gradient(one), exact))
         window.step()
     assert max(wrongs) <= 1e-12
     assert reductions == [1, 1, 1]
@@ -184,10 +183,9 @@ def test_parameter_added_after_wrapping_is_averaged(options):
     run_window(accumulator.window(inputs(2, rank)), ddp).step()
     net.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer.add_param_group({"params": [net.bias]})
-    plain = copy.deepcopy(net)
-    loss_of(plain, torch.cat([*inputs(2, 0), *inputs(2, 1)])).backward()
+    exact = gradient_of(copy.deepcopy(net), torch.cat([*inputs(2, 0), *inputs(2, 1)]))
     run_window(accumulator.window(inputs(2, rank)), ddp)
-    assert error(gradient(net), gradient(plain)) <= 1e-12
+    assert error(gradient(net), exact) <= 1e-12
 
 
 @pytest.mark.parametrize("users", [[0, 1], [1]], ids=str)
@@ -223,14 +221,13 @@ def test_flags_are_put_back_as_they_were_found():
 @on_ranks(2)
 def test_steps_by_hand_are_exact_after_a_window_whose_reduction_failed():
     """In the middle, when the last layer's gradients were ready."""
-    ddp, plain, layout = DistributedDataParallel(trunk()), trunk(), [[2], [2]]
+    ddp, layout = DistributedDataParallel(trunk()), [[2], [2]]
     fails = ddp.module[0].register_forward_hook(lambda *given: given[-1].register_hook(lambda _: 1 / 0) and None)
     with pytest.raises(ZeroDivisionError):
         run_window(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(own(layout)), ddp)
     fails.remove()
     loss_of(ddp, own(layout)[0]).backward()
-    loss_of(plain, everything(layout)).backward()
-    assert error(gradient(ddp), gradient(plain)) <= 1e-12
+    assert error(gradient(ddp), gradient_of(trunk(), everything(layout))) <= 1e-12
 
 
 @on_ranks(2)

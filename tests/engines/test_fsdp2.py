@@ -29,7 +29,7 @@ from tests.support.problems import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.versions import has, needs
-from tests.support.windows import error, gradient, loss_of, refused, run_window, weights
+from tests.support.windows import error, gradient, gradient_of, loss_of, refused, run_window, weights
 
 pytestmark = needs("torch", "2.13", "FSDP2")
 EVEN = [[2, 1, 3, 2]] * 2
@@ -155,7 +155,7 @@ def test_scaler_is_refused_where_an_optimizer_holds_sharded_and_plain_parameters
 @pytest.mark.parametrize("sync", SHARDED)
 @on_ranks(2)
 def test_stand_in_with_a_loss_in_which_nothing_counts_now_adds_nothing(sync):
-    model, plain = fully_shard(make_net_without_router()), make_net_without_router()
+    model = fully_shard(make_net_without_router())
     count = {"samples": count_samples, "marked": lambda batch: batch["mark"]}
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), sync=sync, count=count, steps=1)
     for mark, layout in ((1, EVEN), (0, [[2, 1], []])):
@@ -164,8 +164,7 @@ def test_stand_in_with_a_loss_in_which_nothing_counts_now_adds_nothing(sync):
             loss = loss_of(model, batch)
             window.backward(samples=loss, marked=0.5 * loss)
         if not mark:
-            loss_of(plain, everything(layout)).backward()
-            assert error(gradient(model), gradient(plain)) <= 1e-10
+            assert error(gradient(model), gradient_of(make_net_without_router(), everything(layout))) <= 1e-10
         window.step()
         accumulator.contrast(own(EVEN)[0], lambda batch: model(batch["x"]), torch.var)  # its last stands in next
 
@@ -179,9 +178,8 @@ def test_model_absent_from_the_last_part_is_reduced(sync):
     for batch in window:
         for model in window.parts(models):
             window.backward(loss_of(model, batch))
-    plain = make_net_without_router()
-    loss_of(plain, everything(EVEN)).backward()
-    assert max([error(gradient(model), gradient(plain)) for model in models]) <= 1e-10
+    exact = gradient_of(make_net_without_router(), everything(EVEN))
+    assert max([error(gradient(model), exact) for model in models]) <= 1e-10
 
 
 NAMED = {"tokens": count_tokens("labels"), "samples": count_samples}
@@ -205,9 +203,9 @@ def leaves_out_a_name(wrap: str, sync: str, empty: int) -> float:
         window = accumulator.window(batches[dist.get_rank()])
         for batch in window:
             window.backward(tokens=token_loss(model, batch), samples=sample_loss(model, batch))
-        plain, joined = make_net(), join([batch for mine in batches for batch in mine])
-        (token_loss(plain, joined) + sample_loss(plain, joined)).backward()
-        worst = max(worst, error(gradient(model), gradient(plain)))
+        joined = join([batch for mine in batches for batch in mine])
+        exact = gradient_of(make_net(), joined, lambda *both: token_loss(*both) + sample_loss(*both))
+        worst = max(worst, error(gradient(model), exact))
         window.step()
     return worst
 
@@ -294,9 +292,8 @@ def test_mixed_precision_adds_up_in_reduce_dtype_or_warns_on_rank_0(param_dtype,
     assert said == [True] * (warns and dist.get_rank() == 0)
     layout = [[1] * 64] * 2
     run_window(accumulator.window(own(layout, dtype=torch.float32)), lambda x: model(x.to(dtype)).float())
-    loss_of(plain, everything(layout, dtype=torch.float32)).backward()
     if not warns:  # the error of bfloat16 gradients; a sum in bfloat16 has several times that
-        assert error(gradient(model), gradient(plain)) <= 6e-3
+        assert error(gradient(model), gradient_of(plain, everything(layout, dtype=torch.float32))) <= 6e-3
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -344,12 +341,10 @@ def test_steps_by_hand_are_those_of_fsdp2_after_windows_that_end_or_are_left(syn
             if index:
                 break
         window.discard()
-        plain = make_net_without_router()
         with Counting() as count:
             loss_of(model, own([[2], [2]])[0]).backward()
         assert tally(count.take()) == {GATHER: 5, REDUCE: 3}
-        loss_of(plain, everything([[2], [2]])).backward()
-        assert error(gradient(model), gradient(plain)) <= 1e-10
+        assert error(gradient(model), gradient_of(make_net_without_router(), everything([[2], [2]]))) <= 1e-10
         model.zero_grad()
 
 

@@ -4,13 +4,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
-from distaccum import Accumulator, Extension
+from distaccum import Extension
 from tests.support.oracle import everything, own
 from tests.support.problems import trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, gradient, loss_of, run_window
+from tests.support.windows import accumulating, error, gradient, gradient_of, run_window
 
 
 class Scaling(nn.Module):
@@ -34,14 +33,11 @@ class EachForwardWaits(Extension):
 
 @on_ranks(2)
 def test_declared_forwards_run_equally_often_on_uneven_ranks():
-    model, exact = Scaling(trunk()), trunk()
-    ddp = DistributedDataParallel(model)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), extensions=[EachForwardWaits()])
+    model = Scaling(trunk())
+    ddp, accumulator = accumulating(DistributedDataParallel(model), extensions=[EachForwardWaits()])
     for index, layout in enumerate([[[2, 1], [3, 2, 4]], [[1], [2, 2, 1]]]):
         before = model.num
         window = run_window(accumulator.window(own(layout, index)), ddp)
-        exact.zero_grad()
-        loss_of(exact, everything(layout, index)).backward()
-        assert error(gradient(ddp), gradient(exact)) <= 1e-12
+        assert error(gradient(ddp), gradient_of(trunk(), everything(layout, index))) <= 1e-12
         assert model.num - before == 3
         window.step()

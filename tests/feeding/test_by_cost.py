@@ -13,7 +13,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.feeding import trim_padding
 from tests.support.problems import IGNORED, make_net_without_router
-from tests.support.windows import error, gradient, run_window
+from tests.support.windows import error, gradient, gradient_of, run_window
 
 COST = count_tokens("mask", ignore_index=0)
 WIDTH = 12
@@ -33,9 +33,7 @@ def loss_of(net: nn.Module, batch: Any) -> Tensor:
 
 
 def exact(batch: Any) -> Tensor:
-    net = make_net_without_router()
-    loss_of(net, batch).backward()
-    return gradient(net)
+    return gradient_of(make_net_without_router(), batch, loss_of)
 
 
 LENGTHS = [3, 12, 1, 5, 2, 2, 7, 1, 4]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.problems import Batch, join, make_net_without_router, micro_batches_of
-from tests.support.windows import error, gradient, loss_of, run_window, weights
+from tests.support.windows import error, gradient, gradient_of, loss_of, run_window, weights
 
 Layout = Sequence[Sequence[int]]  # the sizes of a window's micro-batches by rank
 
@@ -36,9 +36,7 @@ def gradients_off(
     found = []
     for index, layout in enumerate(layouts):
         window = run_window(accumulator.window(own(layout, index)), model, loss_fn)
-        plain = make()
-        loss_fn(plain, everything(layout, index)).backward()
-        found.append(error(gradient(model), gradient(plain)))
+        found.append(error(gradient(model), gradient_of(make(), everything(layout, index), loss_fn)))
         window.step()
     return found
 

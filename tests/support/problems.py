@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distaccum import count_samples, count_tokens
-from tests.support.windows import gradient, loss_of
+from tests.support.windows import gradient, gradient_of
 
 IGNORED = -100
 
@@ -115,6 +115,4 @@ def micro_batches_of(
 
 def gradient_of_trunk(micro_batches: Sequence[Batch]) -> Tensor:
     """The gradient of the one big batch."""
-    plain = trunk()
-    loss_of(plain, join(micro_batches)).backward()
-    return gradient(plain)
+    return gradient_of(trunk(), join(micro_batches))

@@ -43,6 +43,12 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return model(batch["x"] if isinstance(batch, dict) else batch).square().mean()
 
 
+def gradient_of(model: nn.Module, whole: Any, loss_fn: Callable[..., Tensor] = loss_of) -> Tensor:
+    """The gradient of one call on the whole batch: the oracle."""
+    loss_fn(model, whole).backward()
+    return gradient(model)
+
+
 def run_window(window: Any, model: nn.Module, loss_fn: Callable[..., Tensor] = loss_of) -> Any:
     for micro_batch in window:
         window.backward(loss_fn(model, micro_batch))

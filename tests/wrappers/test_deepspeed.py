@@ -34,7 +34,7 @@ from tests.support.problems import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.versions import has, needs
-from tests.support.windows import error, gradient, loss_of, refused, run_window
+from tests.support.windows import error, gradient, gradient_of, loss_of, refused, run_window
 
 F32 = torch.float32
 EVEN = [[2, 1, 3]] * 2
@@ -54,8 +54,7 @@ def initialize(stage: int, net: nn.Module | None = None, **config: Any) -> Any:
 def exact_at(at: torch.Tensor, plain: nn.Module, whole: Any, loss_fn: Any = loss_of) -> torch.Tensor:
     """The gradient at these weights, in float64."""
     nn.utils.vector_to_parameters(at.double(), plain.double().parameters())
-    loss_fn(plain, whole).backward()
-    return gradient(plain)
+    return gradient_of(plain, whole, loss_fn)
 
 
 def off(

@@ -25,7 +25,7 @@ from tests.support.engines import (
 from tests.support.oracle import everything, own
 from tests.support.problems import join, make_batch, make_net_without_router, sample_loss
 from tests.support.ranks import launched, on_ranks
-from tests.support.windows import error, gradient, hooked, run_window, weights
+from tests.support.windows import error, gradient, gradient_of, hooked, run_window, weights
 
 
 def make_fabric(strategy: Any = "auto", **options: Any) -> Any:
@@ -142,9 +142,7 @@ def moved_by(model: Any, accumulator: Accumulator) -> Tensor:
 
 
 def exact_gradient() -> Tensor:
-    net = make_net_without_router().float()
-    sample_loss(net, {"x": join(BATCHES)["x"]}).backward()
-    return gradient(net)
+    return gradient_of(make_net_without_router().float(), join(BATCHES), sample_loss)
 
 
 def test_autocast_of_fabric_is_active_and_its_own_backward_still_wanted():
@@ -195,7 +193,7 @@ def test_window_under_fabrics_ddp_is_exact(what):
         fabric = make_fabric(strategy_of("DDP"))
         given = torch.compile(net, backend="aot_eager") if what == "compiled again" else net
         model, optimizer = fabric.setup(given, SGD(net.parameters(), lr=1.0))
-    layout, plain, before = [[3, 1], [2]], make_net_without_router(), weights(model)
+    layout, before = [[3, 1], [2]], weights(model)
     window = Accumulator(model, optimizer).window(own(layout))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo's own
@@ -204,8 +202,7 @@ def test_window_under_fabrics_ddp_is_exact(what):
                 window.backward(
                     model.training_step(batch) if what == "a loss in a method" else sample_loss(model, batch)
                 )
-    sample_loss(plain, everything(layout)).backward()
-    exact = gradient(plain)
+    exact = gradient_of(make_net_without_router(), everything(layout), sample_loss)
     if what == "calls that stayed":
         fabric.clip_gradients(model, optimizer, clip_val=0.01)
         assert exact.abs().max() > 0.01
