@@ -122,17 +122,15 @@ def train(rank, folder):
 
 
 ranks = {}
-for words in ("hold", "destroy", "delete", "delete, destroy"):
+for end in ("hold", "destroy"):
     for rank in range(2):
         if not (pid := os.fork()):
-            held = train(rank, f"{sys.argv[1]}/{words}")
-            if "destroy" in words:
+            held = train(rank, f"{sys.argv[1]}/{end}")
+            if end == "destroy":
                 dist.destroy_process_group()
-            if "delete" in words:
-                del held
             sys.exit()  # as a program that nobody forked
-        ranks[pid] = words
-print([(words, status) for pid, words in ranks.items() if (status := os.waitpid(pid, 0)[1])])
+        ranks[pid] = end
+print([(end, status) for pid, end in ranks.items() if (status := os.waitpid(pid, 0)[1])])
 """
 
 

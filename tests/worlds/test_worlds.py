@@ -203,10 +203,10 @@ def children_that_exit(job: Job) -> None:
         assert spawned.exitcode == 3
 
 
-def ten_profilers(job: Job) -> None:
+def three_profilers(job: Job) -> None:
     job.join()
-    windows = Training().epoch(times=20)
-    for _ in range(10):
+    windows = Training().epoch(times=6)
+    for _ in range(3):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             assert len(list(islice(windows, 5))) == 5
         assert profiler.events()
@@ -241,7 +241,7 @@ WORLDS: list[tuple[int, Callable[[Job], str | None]]] = [
     (9, lost_rank),
     (3, survivor_meets_a_new_rank),
     (2, children_that_exit),
-    (2, ten_profilers),
+    (2, three_profilers),
     (3, debugged),
     (3, backends_by_device),
 ]
