@@ -22,9 +22,9 @@ VERSIONS = (
 )
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (
-    "launch/train launch/launchers launch/bench house/types grids/engines launch/train_meshes trainers/transformers "
-    "runs/update meshes/sharing trainers/families meshes/states core/state extensions/noise "
-    "grids/models meshes/pipeline docs/pages engines/fsdp2"
+    "grids/engines launch/train audit/audit launch/launchers launch/bench launch/train_meshes meshes/states "
+    "worlds/worlds runs/update meshes/sharing grids/models engines/fsdp2 core/state trainers/transformers docs/pages "
+    "core/leaving core/places extensions/noise wrappers/fabric"
 )
 collect_ignore = ["support/preloaded.py", "audit/loops"]  # slow to import, and scripts; without doctests
 if "PJRT_DEVICE" not in os.environ:  # as `run.sh --device xla` sets it
