@@ -161,7 +161,10 @@ def _lengths_of(items: Sequence[Any], length: int | None, *, is_batch: bool) -> 
     # A batch such as (images, labels) is of columns.
     is_pair = is_batch and len(columns) == 1 and all(map(is_array, items))
     if length is None:
-        return set() if is_pair else {len(items), *columns} if is_batch or len(columns) == 1 else {len(items)}
+        if is_pair:
+            return set()
+        may_be_either = is_batch or len(columns) == 1
+        return {len(items), *columns} if may_be_either else {len(items)}
     if len(items) == length > 1 and columns == {length} and not is_pair:
         raise ValueError(
             f"the batch of {length} samples has a {type(items).__name__} of {length} entries, each with a first "

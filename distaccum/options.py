@@ -40,9 +40,8 @@ class Config:
     mesh: Any
 
     def __post_init__(self) -> None:
-        choice("sync", self.sync, get_args(Sync))
-        choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
-        choice("batchnorm", self.batchnorm, get_args(BatchNorm))
+        for name, known in (("sync", Sync), ("on_nonfinite", OnNonfinite), ("batchnorm", BatchNorm)):
+            choice(name, getattr(self, name), get_args(known))
         if self.mesh is not None and not (hasattr(self.mesh, "mesh") and hasattr(self.mesh, "get_coordinate")):
             raise TypeError(
                 f"mesh={self.mesh!r} is a {type(self.mesh).__name__}, expected the dimensions of a DeviceMesh that "

@@ -204,15 +204,6 @@ class Peers:
 
         return wait
 
-    def sum_parts(self, values: Tensor) -> None:
-        """Sums `values` over the group's ranks, in place."""
-        there = self._there(values)
-        with in_contact():
-            for group in self.groups:
-                dist.all_reduce(there, group=group)
-        if there is not values:
-            values.copy_(there)
-
     def tell(self, error: Exception) -> None:
         """Logs an error of a loader, a count or `update()`, which this rank keeps until it can tell the others."""
         if not self.is_alone:

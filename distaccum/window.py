@@ -88,12 +88,15 @@ class Tamper:
         now = list(map(GRAD, holders))
         if all(map(is_same, now, seen)):
             return _stamps_of(seen) != stamps
-        # DDP lays its buckets out anew in the forward after its first reduction, and moves gradients into them.
-        pairs = zip(now, seen, _stamps_of(now), stamps, strict=True)
-        return any(
-            stamp != before if one is other else one is None or other is None or not is_view(one)
-            for one, other, stamp, before in pairs
-        )
+        return any(map(_has_changed, now, seen, _stamps_of(now), stamps))
+
+
+def _has_changed(now: Tensor | None, seen: Tensor | None, stamp: int, before: int) -> bool:
+    if now is seen:
+        return stamp != before
+    # DDP lays its buckets out anew in the forward after its first reduction, and moves gradients into them.
+    has_moved = now is not None and seen is not None and is_view(now)
+    return not has_moved
 
 
 def _stamps_of(gradients: Sequence[Tensor | None]) -> list[int]:
@@ -340,8 +343,8 @@ class Window(Answering, Generic[Batch]):
         if looks and not engine.gradient(self.parameters).finite:
             guard.judge(self, engine, "gradient", "raise")
         for give in self._hooks["numbers"]:
-            if (numbers := give(self)) is not None:
-                key = give.__self__.key  # type: ignore[attr-defined]  # it is a bound method
+            key, numbers = give(self)
+            if numbers is not None:
                 self.numbers[key] = torch.as_tensor(numbers).reshape(-1)
 
     # Several backwards in one micro-batch

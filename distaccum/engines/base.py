@@ -20,7 +20,7 @@ from ..law import NOBODY, Counts, DistaccumError, Plan
 from ..norms import HALF, multiply, names_of, number_of, unique, widest
 from ..options import Sync as Sync
 from ..private import run_backward
-from ..ranks import Peers
+from ..ranks import Groups, Peers
 from ..text import shorten
 
 Owned = Literal["step", "sums", "stages", "dtype", "parameters"]
@@ -28,8 +28,6 @@ Owned = Literal["step", "sums", "stages", "dtype", "parameters"]
 Roots = tuple[Sequence[Tensor], Sequence[Tensor]]
 # The reason of a skip that a loss scale expects.
 OVERFLOW = "the scaled gradients overflowed"
-# The groups over which a tensor is cut; empty: each rank has the whole.
-Groups = tuple[dist.ProcessGroup, ...]
 # Added to the norm in clipping, as in torch.
 EPSILON = 1e-6
 GRAD: Callable[[Any], Tensor | None] = attrgetter("grad")

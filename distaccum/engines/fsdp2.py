@@ -196,9 +196,10 @@ class FullyShardEngine(Engine):
             self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
 
     def _note_uses(self, absent: Collection[Any]) -> None:
-        # The hash fits into a byte.
         for parameter, uses in self._used_in.items():
-            self._used_in[parameter] = (2 * uses + (parameter not in absent)) % 251
+            is_used = parameter not in absent
+            # The hash fits into a byte.
+            self._used_in[parameter] = (2 * uses + is_used) % 251
 
     def stand_in(self) -> None:
         self._note_used()

@@ -142,7 +142,9 @@ def _fingerprint(micro_batches: Sequence[Any]) -> int:
 def _told(said: object, ranks: Sequence[int], rank: int) -> int:
     """A number for each of `ranks`, of which one says this; their sum is 0 if all say the same, or else it is not."""
     number = zlib.crc32(repr((ranks, said)).encode())
-    return (len(ranks) - 1) * number if rank == ranks[0] else -number
+    # The first rank outweighs the others.
+    is_first = rank == ranks[0]
+    return (len(ranks) - 1) * number if is_first else -number
 
 
 def _refuse_unlike(ranks: Sequence[int], plans: Sequence[Plan], names: Iterable[str]) -> None:

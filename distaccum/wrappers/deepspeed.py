@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..engines.base import OVERFLOW, Engine, Gradient, Groups, Sync, refuse_left_out_terms, sparse_embeddings
+from ..engines.base import OVERFLOW, Engine, Gradient, Sync, refuse_left_out_terms, sparse_embeddings
 from ..law import DistaccumError, Plan
 from ..private import replaced
+from ..ranks import Groups
 from ..text import ranks_where, shorten, warn
 from . import private
 

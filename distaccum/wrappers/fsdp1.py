@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..engines.averaging import average, averaged
-from ..engines.base import Engine, Gradient, Groups, Sync, refuse_left_out_terms, refuse_parts
+from ..engines.base import Engine, Gradient, Sync, refuse_left_out_terms, refuse_parts
 from ..law import Plan
 from ..norms import HALF
+from ..ranks import Groups
 from ..text import warn
 from . import private
 
