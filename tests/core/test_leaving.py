@@ -140,5 +140,6 @@ def test_job_ends_whose_last_loss_nobody_reads(tmp_path):
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
     )
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # as of torch 2.9
+    assert (done.returncode, said) == (0, ["[]"]), done.stderr
     assert "ignored" not in done.stderr
