@@ -34,13 +34,6 @@ def built(tmp_path_factory):
     return folder / "dist"
 
 
-def test_description_and_metadata_are_fit_for_a_package_index(built):
-    files = [str(file) for file in built.iterdir()]
-    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert len(files) == 2
-
-
 def test_source_archive_has_tests_pages_and_changes(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -1,4 +1,4 @@
-"""A user's script, as type checkers see it; test_types.py checks it and does not run it."""
+"""A user's script, as type checkers see it: mypy and test_types.py check it, and nothing runs it."""
 
 from collections.abc import Iterator
 
