@@ -115,16 +115,15 @@ def reused_dict():
 def test_loader_that_yields_the_same_memory_again_is_refused(loader, steps):
     """By windows() before the first forward; where a window holds no more than are safe, it is exact."""
     model, accumulator = accumulating(nn.Linear(1, 1, bias=False), 1.0, steps=steps)
+    if loader is buffers_in_turn and steps == 1:
+        assert seen_in(accumulator.windows(loader()), model) == [[number] for number in NUMBERS]
+        return
     with pytest.raises(DistaccumError, match=r"wrote to a micro-batch .* yield copies"):
         if steps == 9:
             accumulator.window(loader())
-        elif loader is buffers_in_turn and steps == 1:
-            assert seen_in(accumulator.windows(loader()), model) == [[one] for one in NUMBERS]
-            raise DistaccumError("wrote to a micro-batch . yield copies")
         else:
-            windows = accumulator.windows(loader())
-            for x in next(windows):
-                raise AssertionError(x)
+            windows = accumulator.windows(loader())  # which draws on while it is held
+            next(iter(next(windows)))
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), steps=4)
     assert seen_in(accumulator.windows(batches()), model)[0] == NUMBERS[:4]
 
