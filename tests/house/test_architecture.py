@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ FOREIGN_ROOMS = (
     "auditing/private.py",
     "scaling.py",
 )
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 # Public in spite of the underscore: a named tuple's.
 PUBLIC = {"_fields", "_make", "_replace", "_asdict"}
 
@@ -178,33 +180,36 @@ def definitions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Definiti
 
 
 def private_reaches(source: Source) -> tuple[Counter[str], Counter[str]]:
-    """By file, into private names of our other modules, and of other libraries."""
+    """By file, the private names of our other modules, and of other libraries outside of their rooms."""
     own = {path: private_definitions(text) for path, text in source.items()}
     ours: Counter[str] = Counter()
     foreign: Counter[str] = Counter()
     for path, text in source.items():
-        elsewhere = set().union(*(names for other, names in own.items() if other != path))
-        for node in ast.walk(parsed(text)):
-            name = reached_name(node)
-            if name is None or not name.startswith("_") or name.endswith("__") or name in own[path] | PUBLIC:
-                continue
-            if path.startswith(FOREIGN_ROOMS):
-                continue  # a name of another library, also where one of ours is spelled alike
-            if name in elsewhere:
-                ours[path] += 1
-            else:
-                foreign[path] += 1
-    return ours, foreign
+        if not path.startswith(FOREIGN_ROOMS):
+            elsewhere = set().union(*(names for other, names in own.items() if other != path))
+            names = private_names(text)
+            ours[path] = len(names & elsewhere)
+            foreign[path] = len(names - elsewhere)
+    return +ours, +foreign
 
 
-def reached_name(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Attribute):
-        of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        return None if of_itself else node.attr
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-        name = node.args[1] if len(node.args) > 1 else None
-        return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else None
-    return None
+def private_names(text: str) -> set[str]:
+    """Names with an underscore that are not this file's own: of attributes, of arguments, in texts, imported."""
+    tree = parsed(text)
+    rows = [node.value for node in tree.body if isinstance(node, ast.Assign) and "NAMES" in ast.unparse(node.targets)]
+    left_out = {id(node) for row in rows for node in ast.walk(row)}
+    names: set[str] = set()
+    for node in (node for node in ast.walk(tree) if id(node) not in left_out):
+        match node:
+            case ast.Attribute(value, name) if not (isinstance(value, ast.Name) and value.id == "self"):
+                names.add(name)
+            case ast.keyword(str(name)):
+                names.add(name)
+            case ast.Constant(str(value)) if PRIVATE.fullmatch(value):
+                names.add(value)
+            case ast.ImportFrom(level=0):
+                names |= {alias.name for alias in node.names}
+    return {name for name in names if PRIVATE.fullmatch(name)} - private_definitions(text) - PUBLIC
 
 
 def private_definitions(text: str) -> set[str]:

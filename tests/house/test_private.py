@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from distaccum import private
-from tests.house.test_architecture import PUBLIC, ROOT, private_definitions
+from tests.house.test_architecture import ROOT, private_names
 from tests.programs.matrix import LIBRARIES
 from tests.support.engines import FOR_ONE_RANK, KINDS, LAYOUTS, Run
 from tests.support.ranks import on_ranks
@@ -23,7 +23,6 @@ from tests.support.windows import refused, says
 
 FILES = sorted([*(ROOT / "distaccum").glob("**/private.py"), *(ROOT / "distaccum").glob("**/private/*.py")])
 ROOMS = {str(path.relative_to(ROOT / "distaccum")): path for path in FILES if "\nNAMES = (" in path.read_text()}
-PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 
 
 def module_of(room: str) -> Any:
@@ -36,25 +35,6 @@ def table(room: str) -> dict[str, tuple[str, str, str, str]]:
 
 
 # 1. The table lists what the module uses
-
-
-def private_names(text: str) -> set[str]:
-    """Names with an underscore that are not this file's own: of attributes, of arguments, in texts, imported."""
-    tree = ast.parse(text)
-    rows = [node.value for node in tree.body if isinstance(node, ast.Assign) and "NAMES" in ast.unparse(node.targets)]
-    left_out = {id(node) for row in rows for node in ast.walk(row)}
-    names: set[str] = set()
-    for node in (node for node in ast.walk(tree) if id(node) not in left_out):
-        match node:
-            case ast.Attribute(value, name) if not (isinstance(value, ast.Name) and value.id == "self"):
-                names.add(name)
-            case ast.keyword(str(name)):
-                names.add(name)
-            case ast.Constant(str(value)) if PRIVATE.fullmatch(value):
-                names.add(value)
-            case ast.ImportFrom(level=0):
-                names |= {alias.name for alias in node.names}
-    return {name for name in names if PRIVATE.fullmatch(name)} - private_definitions(text) - PUBLIC
 
 
 @pytest.mark.parametrize("room", ROOMS)
