@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from distaccum import Accumulator
 from tests.support.problems import Batch, join, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, full, refused, run_window
+from tests.support.windows import error, flat, refused, run_window
 
 KINDS = ["plain", "DDP", "FSDP2", "FSDP2, parts"]
 BOUNDS = {kind: 1e-12 if kind in ("plain", "DDP") else 1e-10 for kind in KINDS}
@@ -158,11 +158,6 @@ def wrap(kind: str, model: Any) -> nn.Module:
             for each in part if isinstance(part, nn.ModuleList) else [part]:
                 fully_shard(each)
     return fully_shard(model)
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    whole = [full(t.to_dense() if t.is_sparse else t).detach() for t in tensors]
-    return torch.cat([(torch.view_as_real(t) if t.is_complex() else t).flatten() for t in whole])
 
 
 def gradient(models: Iterable[nn.Module]) -> Tensor:

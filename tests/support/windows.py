@@ -16,8 +16,9 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All in one vector, of DTensors the whole."""
-    return torch.cat([full(tensor).detach().flatten() for tensor in tensors])
+    """All in one vector: of DTensors the whole, of sparse tensors all numbers, of complex numbers both parts."""
+    whole = [full(tensor.to_dense() if tensor.is_sparse else tensor).detach() for tensor in tensors]
+    return torch.cat([(torch.view_as_real(t) if t.is_complex() else t).flatten() for t in whole])
 
 
 def gradient(module: nn.Module) -> Tensor:
