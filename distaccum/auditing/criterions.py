@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .private import num_dims
-
 BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy", "log_prob")  # a target may count for nothing
 _BY_ROW = """ctc_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss
 multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"""
@@ -77,14 +75,10 @@ def reduction_of(given: dict[str, Any]) -> str:
 
 
 def unit_of(name: str, given: dict[str, Any]) -> str:
-    """The unit of its mean: samples if each row of scores has one target, and no text was flattened."""
-    if name not in BY_CLASS:
-        return "samples" if name in _BY_ROW.split() else "elements"
-    if given.get("weight") is not None:
-        return "class weights"
-    scores, target = given.get("input"), given.get("target")
-    is_flat = isinstance(scores, Tensor) and isinstance(target, Tensor) and num_dims(scores) == 2 > num_dims(target)
-    return "samples" if is_flat else "tokens"
+    """The unit of its mean."""
+    if name in BY_CLASS:
+        return "targets" if given.get("weight") is None else "class weights"
+    return "samples" if name in _BY_ROW.split() else "elements"
 
 
 def is_over_pairs(name: str, given: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ CHANGES = {
 def facts_of(run: Run, seen: Seen) -> list[str]:
     """The table of facts: of weights, by line; then of what happened to losses, gradients and schedules."""
     return [
-        *(_weights(criterion) for criterion in run.criterions(by_call=True)),
+        *(_weights(criterion) for criterion in run.criterions()),
         *_losses(run),
         *_gradients(seen[0]["updates"]),
         *_ends_of_schedules(seen[0]),
@@ -29,16 +29,16 @@ def facts_of(run: Run, seen: Seen) -> list[str]:
 
 
 def _weights(criterion: Criterion) -> str:
+    what = "a loss of the script's own" if criterion.is_own else criterion.name
+    text = f"{criterion.where}: {what}, {plural(criterion.common, 'micro-batch')} an update"
+    if any(part.total is None for part in criterion.parts):
+        return f"{text}: neither a mean nor a sum, so that its weights are not known"
     each = [(part.each() for part in parts if part.total) for parts in criterion.updates.values()]
     ratios = [high / low for low, high in map(ends, each) if low]
     low, high = ends(criterion.totals.values())
-    what = "a loss of the script's own" if criterion.is_own else criterion.name
     weighs = f"1 to {max(ratios):.3g}" if ratios and max(ratios) > 1 + 1e-3 else "alike"
     adds_up = f"{low:.4g}" if high - low <= 5e-3 * high else f"{low:.4g} to {high:.4g}"
-    return (
-        f"{criterion.where}: {what}, {plural(criterion.common, 'micro-batch')} an update: weigh {weighs} within an "
-        f"update, which adds up to {adds_up} of its mean"
-    )
+    return f"{text}: weigh {weighs} within an update, which adds up to {adds_up} of its mean"
 
 
 def _losses(run: Run) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Parts: what each backward gives to a criterion's units (samples, tokens), and which lines are one criterion."""
+"""Parts: what each backward gives to a loss's units (samples, tokens), and which lines are one criterion."""
 
 from __future__ import annotations
 
@@ -10,37 +10,29 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from .criterions import BY_CLASS
 from .private import OWN
 from .reckoning import Key, Reckoning
 
 BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
+# How units may be weighed, so that all are equal: by unit or row, with what the script intends or without.
+RULES = (("count", True), ("count", False), ("rows", True), ("rows", False))
 Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
 Site = tuple[str, str, str]  # line, function, inner line
-Steps = Sequence[tuple[str, Any]]  # how a node scales or adds, and by what (None: it cannot be read)
 
 
 class Path(list[tuple[str, Any]]):
-    """The way from a loss to its criterion: the steps of its graph.
+    """The way from a loss to its criterion: how each step of its graph scales or adds, and by what (None: unknown).
 
     Each divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
-    ("add"), takes a mean over so many elements ("mean"), or does what no sum does ("own").
+    ("add"), takes a mean or a sum ("mean", "sum", "rows", "kept"), or does what no sum does ("own", "pairs").
     """
 
     @property
     def is_bent(self) -> bool:
         """True where the weight of a unit hangs on what the script computes: on the way there is what is no sum."""
         return any(how == OWN for how, _ in self)
-
-    @property
-    def mean(self) -> tuple[float, float, int] | None:
-        """A mean's divisor and factor at the root, and its number of elements; None if there is no mean."""
-        root = Path(takewhile(lambda step: step[0] in ("div", "mul", "add"), self))
-        divisors = [by for how, by in root if how == "div"]
-        if len(root) == len(self) or not all(divisors) or any(how == "pairs" for how, _ in self):
-            return None
-        kind, num = self[len(root)]
-        return (abs(math.prod(divisors)), root.coefficient, int(num)) if kind == "mean" and num else None
 
     @property
     def coefficient(self) -> float:
@@ -52,10 +44,32 @@ class Path(list[tuple[str, Any]]):
         divisors = (abs(by) for how, by in self if how == "div" and by and by % 1 and not is_equal(by, count))
         return float(self.coefficient / math.prod(divisors))
 
+    def as_term(self) -> dict[str, Any]:
+        """The mean or the sum that a loss of the script's own is, like a criterion's call; "seed" is None if neither.
+
+        A sum is "kept" if a mask tells which of its elements count.
+        """
+        root = Path(takewhile(lambda step: step[0] in ("div", "mul", "add"), self))
+        below = dict(self[len(root) : len(root) + 3])
+        kind = next(iter(below), "")
+        is_known = kind in ("mean", "sum") and bool(below[kind]) and not any(how == "pairs" for how, _ in self)
+        divisors = [abs(by or 0.0) for how, by in root if how == "div"]
+        term = {
+            "reduction": kind,
+            "rows": below.get("rows", 1),
+            "count": below.get(kind, 1),
+            "intent": root.coefficient,
+        }
+        kept = below.get("kept")
+        if kind == "sum" and kept is not None and kept >= 0:
+            term |= {"reduction": "kept", "count": kept}
+        term["seed"] = root.coefficient / math.prod(divisors) if is_known and all(divisors) else None
+        return term | {"intent": root.coefficient, "eps": 0.0, "unit": "elements", "print": None}
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One call of a criterion, or one mean of a loss of the script's own, as a backward went through it."""
+    """One call of a criterion, or one loss of the script's own, as a backward went through it."""
 
     index: int  # of its update
     rank: int
@@ -67,20 +81,23 @@ class Part:
     term: Mapping[str, Any]
     path: Path | None  # None where nobody looked at the graph
     total: float | None  # the weight of all its units together; None where it cannot be known
-    intent: float | None = None  # by what the script multiplies
+    intent: float | None  # by what the script multiplies
 
     @property
     def is_own(self) -> bool:
         return self.site[1] == OWN
 
-    def weight(self, of_script: bool = True) -> float:
-        """Its weight; without what the script intends it is what accumulation did."""
-        return (self.total or 0.0) / (1.0 if of_script else self.intent or 1.0)
+    def weight(self, units: str = "count", of_script: bool = True) -> float:
+        """The weight of all units (`"rows"`: of a sum, of rows); without what the script intends: by accumulation."""
+        share = 1.0
+        if units == "rows" and self.term["reduction"] not in MEANS:
+            share = self.term["rows"] / (self.term["count"] or 1.0)
+        return share * (self.total or 0.0) / (1.0 if of_script else self.intent or 1.0)
 
     def each(self, units: str = "count", of_script: bool = True) -> float:
-        """The weight of a unit (`"rows"`: of a row)."""
+        """The weight of a unit."""
         num = self.term[units]
-        return self.weight(of_script) / num if num else 0.0
+        return self.weight("count", of_script) / num if num else 0.0
 
 
 class Run:
@@ -96,24 +113,23 @@ class Run:
             for rank, update in enumerate(ranks):
                 self.parts[place] += _parts_of(update, index, rank, own)
 
-    def sum_of(self, key: Key, rank: int | None = None) -> float:
-        """The weight of all criterions of an update together, on one rank or on all."""
-        parts = (part for part in self.parts[key[0]] if part.index == key[1] and not part.is_own)
-        return sum(part.weight() for part in parts if rank is None or part.rank == rank)
-
     def is_one_mean(self, factors: Mapping[Key, Sequence[float]]) -> bool:
         """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
-        totals = [sum(self.sum_of(key, rank) * by for rank, by in enumerate(of)) for key, of in factors.items()]
-        return bool(totals) and are_equal((1.0, *totals))
+        totals: dict[Key, float] = dict.fromkeys(factors, 0.0)
+        for place, parts in self.parts.items():
+            for part in parts:
+                if (key := (place, part.index)) in totals and not part.is_own:
+                    totals[key] += part.weight() * factors[key][part.rank]
+        return bool(totals) and are_equal((1.0, *totals.values()))
 
-    def criterions(self, by_call: bool) -> list[Criterion]:
+    def criterions(self) -> list[Criterion]:
         """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
         criterions = list[Criterion]()
         for place, parts in self.parts.items():
             groups: dict[Any, dict[Any, list[Part]]] = defaultdict(lambda: defaultdict(list))
             for part in parts:
                 line, name, inner = part.site
-                groups[name, part.term["reduction"], part.call if by_call else 0][line, inner].append(part)
+                groups[name, part.term["reduction"], part.call][line, inner].append(part)
             for by_line in groups.values():
                 merged: list[list[Part]] = []
                 for some in by_line.values():
@@ -131,7 +147,7 @@ class Criterion:
 
     Attributes:
         updates (dict[int, list[Part]]): Its calls, by update.
-        lengths (dict[int, int]): How many micro-batches each update has: backwards, or calls if there is one backward.
+        lengths (dict[int, int]): How many micro-batches each update has.
         common (int): The usual length, which the updates `usual` have.
         factors (dict[int, float]): By what an update's gradients are multiplied; `factor` is usual.
         totals (dict[int, float]): The weight of all units of an update in the gradient that is used; `level` is usual.
@@ -151,20 +167,27 @@ class Criterion:
         reckoned = ((index, run.reckoned.get((place, index))) for index in self.updates)
         self.factors = {index: of.factor for index, of in reckoned if of is not None and of.factor is not None}
         self.factor = statistics.median(self.factors.values()) if self.factors else None
-        self.lengths = _micro_batches(self.updates)
+        of_ranks = {index: Counter(part.rank for part in parts) for index, parts in self.updates.items()}
+        self.lengths = {index: max(nums.values()) for index, nums in of_ranks.items()}
         self.common = Counter(self.lengths.values()).most_common(1)[0][0]
         self.usual = [index for index, length in self.lengths.items() if length == self.common]
-        self.totals = self.totals_of(of_script=True)
+        self.totals = self.totals_by("count", of_script=True)
         self.level = self.level_of(self.totals)
 
-    def totals_of(self, of_script: bool) -> dict[int, float]:
+    @property
+    def rules(self) -> Sequence[tuple[str, bool]]:
+        """A row of a text has many targets, and a mask keeps as many elements of each as it likes."""
+        has_rows = self.name not in BY_CLASS and self.parts[0].term["reduction"] != "kept"
+        return RULES if has_rows else RULES[:2]
+
+    def totals_by(self, units: str, of_script: bool) -> dict[int, float]:
         totals = {}
         for index, parts in self.updates.items():
             has_changed = any(update["changed"] for update in self.run.updates[self.place, index])
             is_known = (of_script or all(part.intent for part in parts)) and (index in self.factors or not has_changed)
             if is_known and all(part.total is not None for part in parts):
                 share = self.factors.get(index, self.factor or 1.0) / self.run.num_ranks
-                totals[index] = share * sum(part.weight(of_script) for part in parts)
+                totals[index] = share * sum(part.weight(units, of_script) for part in parts)
         return totals
 
     def level_of(self, totals: Mapping[int, float]) -> float:
@@ -208,51 +231,35 @@ def _is_own(term: Mapping[str, Any]) -> bool:
 def _parts_of(update: Mapping[str, Any], index: int, rank: int, own: set[Any]) -> Iterator[Part]:
     scale = update["scale"]
     times = Counter(id(term) for term in terms_of(update))
+
+    def unscaled(steps: Iterable[Any]) -> Path:
+        return Path(tuple(step) for step in steps if tuple(step) != ("mul", scale))
+
     for i, backward in enumerate(update["backwards"]):
         about = {"index": index, "rank": rank, "backward": i, "line": backward["line"]}
         about["batch"] = tuple(backward["batch"])
         calls = Counter[Site]()
-        means = [*backward["own"]]
+        paths = [*backward["own"]]
         for term in backward["terms"]:
             num = times.pop(id(term), 0)
             if not num:
                 continue  # of a graph that another backward went through too
             site = tuple(term["site"])
-            path = None if term["divisors"] is None else _unscaled(term["divisors"], scale)
             if site in own:
-                means.append(term["divisors"] or ())
+                paths.append(term["divisors"] or ())
                 continue
             calls[site] += 1
+            path = None if term["divisors"] is None else unscaled(term["divisors"])
             total = num * term["seed"] / scale * (1 if term["reduction"] in MEANS else term["count"])
             intent = None if path is None else path.intent(term["count"])
             yield Part(**about, site=site, call=calls[site], term=term, path=path, total=total, intent=intent)
-        for call, steps in enumerate(means or [()] * (not backward["terms"]), start=1):
-            yield _own_part(about, call, _unscaled(steps, scale))
-
-
-def _own_part(about: Mapping[str, Any], call: int, path: Path) -> Part:
-    """A loss of the script's own; of a mean at its root it is known what divides it."""
-    divisor, coefficient, num = path.mean or (1.0, 1.0, 0)
-    term = {"reduction": "mean", "count": 1, "rows": 1, "eps": 0.0, "unit": "micro-batches", "num": num, "print": None}
-    total = coefficient / divisor if num else None
-    return Part(
-        **about, site=(about["line"], OWN, ""), call=call, term=term, path=path, total=total, intent=coefficient
-    )
-
-
-def _unscaled(path: Steps, scale: float) -> Path:
-    return Path(step for step in path if tuple(step) != ("mul", scale))
-
-
-def _micro_batches(updates: Mapping[int, Sequence[Part]]) -> dict[int, int]:
-    of_each = {}
-    for by_backward in (True, False):
-        for index, parts in updates.items():
-            ranks = {(part.rank, part.backward if by_backward else id(part)) for part in parts}
-            of_each[index] = max(Counter(rank for rank, _ in ranks).values())
-        if {*of_each.values()} != {1}:
-            break
-    return of_each
+        for call, steps in enumerate(paths or [()] * (not backward["terms"]), start=1):
+            path = unscaled(steps)
+            term = path.as_term()
+            seed = term["seed"]
+            total = None if seed is None else seed * (1 if term["reduction"] in MEANS else term["count"])
+            site = (about["line"], OWN, "")
+            yield Part(**about, site=site, call=call, term=term, path=path, total=total, intent=term["intent"])
 
 
 def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:

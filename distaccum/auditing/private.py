@@ -65,25 +65,12 @@ def is_hooked(leaf: Any) -> bool:
     return any(getattr(getattr(hook, "func", None), "__name__", "") != "_receive" for hook in hooks)  # a receipt's
 
 
-def num_dims(tensor: Any) -> int:
-    """The number of dimensions that a tensor had before it was flattened, if its graph shows it."""
-    node = tensor.grad_fn
-    while node is not None:
-        name = node.name().removesuffix("Backward0")
-        if name in ("View", "UnsafeView", "ReshapeAlias"):
-            return len(node._saved_self_sym_sizes)
-        if name in ("Index", "MaskedSelect"):
-            return 3  # a mask selected rows of a text
-        node = node.next_functions[0][0] if name in ("LogSoftmax", "ToCopy", "Div", "Mul") else None
-    return int(tensor._base.ndim if tensor._is_view() else tensor.ndim)
-
-
 def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
-    Also each other term that is added to it ("add"), means with their number of elements ("mean"), products within a
-    batch ("pairs"), and what is no sum ("own"). Nodes
-    have their criterion in `metadata[key]`. Returns such numbers of each addend that is no criterion's.
+    Also each other term that is added to it ("add"), means and sums with what they go over ("mean", "sum"), products
+    within a batch ("pairs"), and what is no sum ("own"). Nodes have their criterion in `metadata[key]`. Returns such
+    numbers of each addend that is no criterion's.
     """
     losses = [roots] if isinstance(roots, Tensor) else roots or ()
     edges = [(node, 0) for loss in losses if (node := getattr(loss, "grad_fn", None)) is not None]
@@ -99,9 +86,9 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
             reached.add(id(term))
             own.pop(above, None)
             continue
-        mean = [("mean", _num_in(node))] * (name == "Mean")
+        reduced = _reduced(node, name)
         if root is None and name not in CHAIN:
-            root = [*path, *mean]
+            root = [*path, *reduced]
         if above >= 0 and name == "Mm" and _is_square(node):
             own[above] = [*own[above], ("pairs", None)]
         if above < 0 and (name not in LINEAR or len(todo) >= most):
@@ -111,7 +98,7 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
             continue
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
         addends = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
-        steps = [("add", None)] * (len(addends) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind) + mean
+        steps = [("add", None)] * (len(addends) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind) + reduced
         for k, edge in addends:
             by: Any = None
             if name in ("Div", "Mul"):  # torch documents `_saved` names
@@ -122,11 +109,18 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     return [*own.values()]
 
 
-def _num_in(node: Any) -> int | None:
-    """The number of elements of a mean's input."""
+def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
+    """A mean or a sum with its number of elements, those that a mask of 0 and 1 keeps ("kept"), and its rows."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
-    num = math.prod(sizes) if sizes is not None else getattr(node, "_saved_self_sym_numel", None)
-    return None if num is None else int(num)
+    if name not in ("Mean", "Sum") or sizes is None:
+        return []
+    steps: list[tuple[str, Any]] = [(name.lower(), math.prod(sizes)), ("rows", sizes[0] if sizes else 1)]
+    product, _ = node.next_functions[0]
+    if name == "Sum" and product.name() == "MulBackward0" and product.next_functions[1][0] is None:
+        mask = product._saved_other.detach()
+        is_mask = ((mask == 0) | (mask == 1)).all()
+        steps.append(("kept", torch.where(is_mask, mask.sum() * (math.prod(sizes) / max(1, mask.numel())), torch.nan)))
+    return steps
 
 
 def _is_square(node: Any) -> bool:

@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..engines.base import Gradient
-from ..window import Window
 from . import private
 from .criterions import count_of, hearing, is_over_pairs, reduction_of, unit_of
 from .ledger import ROW, Ledger, quietly
@@ -73,7 +72,6 @@ class Watch:
         self._ways: set[Any] = set()  # of updates with receipts
         self._num_new = 0  # updates that are to have receipts, since the way was new
         self._current: Backward | None = None
-        self._expected: float | None = None  # a window's count of this micro-batch, if it expects a mean
         self._heard: deque[tuple[Any, Any, bool]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
         self._scheduling = False
@@ -101,7 +99,6 @@ class Watch:
             (Optimizer, "add_param_group", self._add_group),
             (LRScheduler, "step", self._schedule),
             (torch.autograd, "grad", self._grad),
-            (Window, "backward", self._weigh),
             (torch.amp.GradScaler, "step", self._scaler_step),
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
@@ -138,7 +135,6 @@ class Watch:
         term["went"] = True
         if self._current is not None:
             term["seed"] = seed
-            term["expected"] = self._expected
             if seed.ndim:
                 sizes = seed.abs()
                 kept = term["count"]
@@ -149,12 +145,6 @@ class Watch:
                 term.update({"reduction": "none", "count": counts.sum(), "seed": sizes.max()})
                 term["low"] = sizes.where(counts, torch.inf).min()
             self._current.terms.append(term)
-
-    def _weigh(self, original: Any, window: Any, *losses: Any, **named: Any) -> None:
-        reductions = [*window.losses.reductions.values()]
-        expected = window.counts_here[0] if reductions == ["mean"] and window.counts_here else None
-        with patch.object(self, "_expected", expected):
-            original(window, *losses, **named)
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         if not self.is_here() or self._current is not None or self._stepping is not None:
@@ -295,7 +285,7 @@ class Watch:
         if trained.num < 2:
             self.ledger.name()
         record = {**trained.record(), "line": where()[0], "trainer": is_in_trainer()}
-        record["linear"] = is_linear(trained.optimizer())
+        record["linear"] = is_linear(trained.optimizer()) and all(kind != "clip" for kind, *_ in record["events"])
         recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
         record["recurs"] = trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent)
         record["unused"] = unused_of(self._heard, record["backwards"])
@@ -420,7 +410,7 @@ def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
     """A criterion's call, to which backward adds the seed that flows into it."""
     (line, inner) = where()
     eps = torch.finfo(dtype).eps
-    unknown = dict.fromkeys(("count", "print", "pairs", "divisors", "seed", "low", "expected"))
+    unknown = dict.fromkeys(("count", "print", "pairs", "divisors", "seed", "low"))
     return {**unknown, "went": False, "site": [line, name, inner], "eps": eps, **known}
 
 

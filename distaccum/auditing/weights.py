@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..text import plural
-from .criterions import BY_CLASS
 from .parts import Criterion, Part, Run, are_equal, bound_of, ends, is_equal, terms_of
 from .reckoning import Fault, Verdict
 
 COUNTS = {  # cures, by the unit of a mean
     "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
+    "targets": 'Accumulator(...), with count=count_tokens("labels") if they are tokens, window.backward(mean)',
     "samples": "Accumulator(...), which counts samples, window.backward(mean)",
     "class weights": "Accumulator(..., count=...), a function that adds up those of a batch, window.backward(mean)",
     "elements": "Accumulator(..., count=...), a function that counts a batch's elements, window.backward(mean)",
-    "micro-batches": "Accumulator(...), window.backward(mean)",
 }
 CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
-# How units may be weighed, so that all are equal: by unit or row, with what the script intends or without.
-RULES = (("count", True), ("count", False), ("rows", True), ("rows", False))
 UNDIVIDED = "loss / "  # how the cure of a missing division begins
 OWN_LOSS = "whose loss is wholly or in part the script's own"
+SLIGHT = 0.05  # what an update may lack of one mean: a note
 
 
 def weigh(run: Run, verdict: Verdict) -> list[str]:
@@ -38,33 +35,33 @@ def weigh(run: Run, verdict: Verdict) -> list[str]:
     window_faults: dict[int, Fault] = {}  # one for an optimizer: its criterions have one cause
     undivided = set[int]()
     _judge_unused(run, verdict)
-    known = [criterion for criterion in run.criterions(by_call=True) if _is_known(criterion)]
-    for criterion in known:
+    every = run.criterions()
+    known = [criterion for criterion in every if _is_known(criterion)]
+    for criterion in every:
+        if criterion not in known:
+            verdict.unjudged.append(_not_judged(criterion))
+            continue
         _judge_units(criterion, verdict)
+        _note_pairs(criterion, verdict)
         fault = _judge_level(criterion, known, verdict, doubts)
         if fault is not None:
             verdict.faults.append(fault)
             undivided |= {criterion.place} if fault.by_hand.startswith(UNDIVIDED) else set()
-    every = run.criterions(by_call=False)
-    for criterion in every:
-        if not _is_known(criterion):
-            verdict.unjudged.append(_not_judged(criterion))
-            continue
-        _note_pairs(criterion, verdict)
-        fault = None if criterion.place in undivided else _judge_lengths(criterion, doubts)
+    for criterion in known:
+        fault = None if criterion.place in undivided else _judge_lengths(criterion, verdict, doubts)
         if fault is not None:
             window_faults.setdefault(criterion.place, fault)
     verdict.faults.extend(window_faults.values())
-    sites = {(of.place, part.site) for of in every if _is_known(of) for part in of.parts}
-    verdict.judged["weights"] = len(sites)
+    verdict.judged["weights"] = len({(of.place, part.site) for of in known for part in of.parts})
     return doubts
 
 
 def _is_known(criterion: Criterion) -> bool:
-    """True for torch's criterions, and for means of the script's own that are over equally many elements each time."""
-    sizes = {(part.call, part.term["num"]) for part in criterion.parts if part.is_own}
-    has_mean = all(part.total is not None for part in criterion.parts) and criterion.factor is not None
-    return not criterion.is_own or (has_mean and len(sizes) == len({call for call, _ in sizes}))
+    """True for torch's criterions, and for the script's own sums, and means over equally many elements each time."""
+    if not criterion.is_own:
+        return True
+    is_seen = criterion.factor is not None and all(part.total is not None for part in criterion.parts)
+    return is_seen and (criterion.is_sum or len({part.term["count"] for part in criterion.parts}) == 1)
 
 
 def _not_judged(criterion: Criterion, why: str = "") -> str:
@@ -97,38 +94,44 @@ def _judge_units(criterion: Criterion, verdict: Verdict) -> None:
     is_ranks = len(ranks) > 1
     for index, parts in criterion.updates.items():
         counted = [part for part in parts if part.total and part.term["count"]]
-        rule = _even(counted)
-        if rule is None and _is_by_sample(criterion, index):
+        if _are_even(criterion, counted):
+            continue
+        if _is_by_sample(criterion, index):
             verdict.unjudged.append(f"the weights in {criterion.where}, which the script gives to samples itself")
-        elif rule is None:
-            of_script = not all(part.intent for part in counted) or are_equal(part.intent or 1.0 for part in counted)
-            spread[index] = ends(part.each(of_script=of_script) for part in counted)
-            of_ranks = [[part for part in counted if part.rank == rank] for rank in ranks]
-            is_ranks &= all(_even(of_rank) is not None for of_rank in of_ranks)
+            continue
+        if criterion.is_own and criterion.is_sum and not _are_means(counted):
+            verdict.unjudged.append(_not_judged(criterion, "; its sums have different divisors"))
+            continue
+        of_script = not all(part.intent for part in counted)
+        spread[index] = ends(part.each(of_script=of_script) for part in counted)
+        of_ranks = [[part for part in counted if part.rank == rank] for rank in ranks]
+        is_ranks &= all(_are_even(criterion, of_rank) for of_rank in of_ranks)
     if spread:
         index = max(spread, key=lambda i: spread[i][1] / spread[i][0])
         low, high = spread[index]
         unit = _unit(criterion.parts)
-        of_what = "" if criterion.is_own else f"{unit} of different "
         text = (
-            f"{of_what}{'ranks' if is_ranks else 'micro-batches'} weigh {low:.3g} to {high:.3g} "
+            f"{unit} of different {'ranks' if is_ranks else 'micro-batches'} weigh {low:.3g} to {high:.3g} "
             f"({high / low:.3g} to 1) in update {index}; so in {len(spread)} of {len(criterion.updates)} updates"
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += " on all ranks, times the number of ranks where the wrapper averages" if len(ranks) > 1 else ""
-        hand = "divide all of them alike" if criterion.is_own else hand
         verdict.faults.append(Fault("weights", criterion.where, text + _lines(criterion), hand, COUNTS[unit]))
 
 
-def _even(parts: Sequence[Part]) -> tuple[str, bool] | None:
-    """The first rule by which all of these weigh alike."""
-    for units, of_script in RULES:
-        if units == "rows" and parts[0].site[1] in BY_CLASS:
-            break
+def _are_even(criterion: Criterion, parts: Sequence[Part]) -> bool:
+    """True if by one of the rules all of these weigh alike."""
+    for units, of_script in criterion.rules[:2] if criterion.is_own else criterion.rules:
         low, high = ends(part.each(units, of_script) for part in parts)
-        if high <= low * (1 + bound_of(part.term for part in parts)) and (of_script or all(p.intent for p in parts)):
-            return units, of_script
-    return None
+        is_even = high <= low * (1 + bound_of(part.term for part in parts))
+        if is_even and (of_script or all(part.intent for part in parts)):
+            return True
+    return False
+
+
+def _are_means(parts: Sequence[Part]) -> bool:
+    """True for sums of which each is divided by as many elements as its own mask keeps."""
+    return parts[0].term["reduction"] == "kept" and are_equal(part.weight(of_script=False) for part in parts)
 
 
 def _is_by_sample(criterion: Criterion, index: int) -> bool:
@@ -136,14 +139,15 @@ def _is_by_sample(criterion: Criterion, index: int) -> bool:
     sites = {part.site for part in criterion.parts}
     calls: dict[tuple[int, int], list[Part]] = defaultdict(list)
     for part in criterion.run.parts[criterion.place]:
-        if part.index == index and part.site in sites and part.term["count"]:
+        if part.index == index and part.site in sites and part.term["count"] and not part.is_own:
             calls[part.rank, part.backward].append(part)
-    return any(_even(parts) is None for parts in calls.values())
+    return not all(_are_even(criterion, parts) for parts in calls.values())
 
 
 def _unit(parts: Sequence[Part]) -> str:
+    """The unit of these; not every target of a token counts."""
     terms = [part.term for part in parts]
-    units = {"tokens" if t["unit"] == "samples" and t["count"] != t["rows"] else t["unit"] for t in terms}
+    units = {"tokens" if t["unit"] == "targets" and t["count"] != t["rows"] else t["unit"] for t in terms}
     return units.pop() if len(units) == 1 else "tokens"
 
 
@@ -165,33 +169,36 @@ def _judge_unused(run: Run, verdict: Verdict) -> None:
 # From one update to another
 
 
-def _judge_lengths(criterion: Criterion, doubts: list[str]) -> Fault | None:
+def _judge_lengths(criterion: Criterion, verdict: Verdict, doubts: list[str]) -> Fault | None:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
+    # What is no mean may add up as it shall: a sum over a constant, a loss of one's own
     is_mean = is_equal(criterion.level, 1.0)
-    backwards = {(part.index, part.rank, part.backward) for part in criterion.parts}
-    is_by_call = len(backwards) == len({backward[:2] for backward in backwards}) < len(criterion.parts)
-    # What is no mean may add up as it shall: a sum over a constant, a graph over steps in time, a loss of one's own
-    if not is_mean and (not criterion.level or is_by_call or criterion.is_constant or criterion.is_own):
+    if not is_mean and (not criterion.level or criterion.is_constant or criterion.is_own):
         return None
-    if criterion.is_own and not are_equal(part.weight() for part in criterion.parts):
-        return None  # it is not the window's length that divides it
+    is_divided_alike = not criterion.is_own or are_equal(part.weight() for part in criterion.parts)
     spread = (1.0, 1.0)
-    for totals in (criterion.totals, criterion.totals_of(of_script=False)):
+    for totals in (criterion.totals, criterion.totals_by("count", of_script=False)):
         level = criterion.level_of(totals)
         if totals.keys() != criterion.totals.keys() or not level:
             break  # nobody looked at all of their graphs
         weights = {i: total / level for i, total in totals.items()}
         odd = {i: by for i, by in weights.items() if not is_equal(by, 1.0) and not _is_skipping(criterion, i)}
-        if odd and all(_is_by_length(criterion, i, by) for i, by in odd.items()):
-            return _window(criterion, odd)
         if not odd:
             return None
+        if is_divided_alike and all(_is_by_length(criterion, i, by) for i, by in odd.items()):
+            return _window(criterion, odd)
         spread = ends(weights.values())
-    if criterion.is_constant:
+    weighs = f"which weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual"
+    if criterion.is_own:
+        verdict.unjudged.append(_not_judged(criterion, f"; its updates, {weighs}"))
+    elif criterion.is_constant:
         doubts.append(f"{criterion.where}: a constant divides this sum, also in updates with fewer or more units")
-    elif not criterion.is_own:
-        text = f"updates, which weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual in {criterion.where}"
-        doubts.append(text)
+    elif criterion.is_sum and all(abs(total - 1) <= SLIGHT for total in criterion.totals.values()):
+        low, high = ends(criterion.totals.values())
+        text = f"updates add up to {low:.3g} to {high:.3g} of one mean, as where targets count that nothing predicts"
+        verdict.notes.append(f"{criterion.where}: {text}")
+    else:
+        doubts.append(f"updates, {weighs} in {criterion.where}")
     return None
 
 
@@ -235,54 +242,61 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Fault:
 def _judge_level(
     criterion: Criterion, others: Sequence[Criterion], verdict: Verdict, doubts: list[str]
 ) -> Fault | None:
-    """Finds a usual weight that has one plausible reading; notes another one that is constant."""
+    """Finds a usual weight that has one plausible reading."""
     run = criterion.run
     level = criterion.level
     steps = criterion.common
-    if (fault := _sum_for_mean(criterion)) is not None or criterion.factor is None or not level:
+    fault = _undivided(criterion)
+    if fault is not None or criterion.factor is None or not level:
         return fault
-    totals = [criterion.totals[index] for index in criterion.usual if index in criterion.totals]
-    most = max(part.each() for part in criterion.parts) * criterion.factor
-    if criterion.is_constant and steps > 1 and is_equal(most, 1.0) and not are_equal(criterion.totals.values()):
-        return _undivided(criterion)
-    accumulated = criterion.totals_of(of_script=False)
-    by_accumulation = [accumulated[index] for index in criterion.usual if index in accumulated]
+    usual = [criterion.totals[index] for index in criterion.usual if index in criterion.totals]
     are_added = run.num_ranks > 1 and is_equal(criterion.factor, run.num_ranks)  # and no coefficient makes up for it
-    is_mean = bool(by_accumulation) and are_equal((1.0, *by_accumulation)) and not are_added
-    if is_mean or is_equal(level, 1.0) or are_equal((1.0, *_wholes(criterion))):
+    levels = [_usual(criterion, *rule) for rule in criterion.rules if rule[1] or not are_added]
+    accumulated = _usual(criterion, "count", of_script=False)
+    if is_equal(level, 1.0) or any(map(_are_one, levels)) or _are_one(_wholes(criterion)):
         return None
     if criterion.is_own:
-        text = f"; the {steps} of an update add up to {max(by_accumulation):.4g} times their mean" * (steps > 1)
+        times = max(accumulated, default=level)
+        text = f"; the {steps} of an update add up to {times:.4g} times their mean" * (steps > 1)
         verdict.unjudged.append(_not_judged(criterion, text))
         return None
-    if not are_equal(totals):
+    if not are_equal(usual):
         return None  # not one level: updates differ
     text = f"the gradient is {level:.4g} times that of the mean"
     is_alone = are_equal(other.level for other in others if other.place == criterion.place and not other.is_own)
     reading = _reading(criterion) if is_alone and _shows_samples(criterion) else None
     updates = [run.updates[criterion.place, index][0] for index in criterion.usual]
-    if reading is not None:
-        what, hand = reading
-        if hand.startswith(UNDIVIDED) and _is_rate(criterion, updates):
-            doubts.append(f"{criterion.where}: {what}, as {steps} times the learning rate would; {hand}, if it is not")
-            return None
-        return Fault("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
-    divisors = {by for part in criterion.parts for how, by in part.path or () if how == "div" and by and not by % 1}
-    is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (steps, run.num_ranks))
-    recurs = all(update["recurs"] for update in updates)  # steps in time add up
-    if (is_like and not recurs) or divisors - {1.0, steps} or not by_accumulation:  # for a reason that is not seen
+    if reading is None:
+        divisors = {by for part in criterion.parts for how, by in part.path or () if how == "div" and by and not by % 1}
+        is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (steps, run.num_ranks))
+        recurs = all(update["recurs"] for update in updates)  # steps in time add up
+        has_reason = (is_like and not recurs) or divisors - {1.0, steps} or not accumulated  # that is not seen
         text = f"{text}, in windows of {plural(steps, 'micro-batch')}; right if that is a coefficient"
-        doubts.append(f"{criterion.where}: {text}")
-    elif not criterion.is_constant:
-        verdict.notes.append(f"{criterion.where}: {text} in every update; right if that is a coefficient")
-    return None
+        (doubts if has_reason else verdict.notes).append(f"{criterion.where}: {text}")
+        return None
+    what, hand = reading
+    is_rate = all(update["linear"] for update in updates)
+    if hand.startswith(UNDIVIDED) and is_rate and len({*criterion.lengths.values()}) == 1:
+        doubts.append(f"{criterion.where}: {what}, as {steps} times the learning rate would; {hand}, if it is not")
+        return None
+    return Fault("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
+
+
+def _usual(criterion: Criterion, units: str, of_script: bool) -> list[float]:
+    totals = criterion.totals_by(units, of_script)
+    return [totals[index] for index in criterion.usual if index in totals]
+
+
+def _are_one(totals: Iterable[float]) -> bool:
+    every = [*totals]
+    return bool(every) and are_equal((1.0, *every))
 
 
 def _wholes(criterion: Criterion) -> Iterator[float]:
     """Yields what all criterions, or all losses of the script's own, add up to together in each usual update."""
     for index in criterion.usual:
         parts = [part for part in criterion.run.parts[criterion.place] if part.index == index]
-        weights = (part.weight(not part.is_own) for part in parts if part.is_own == criterion.is_own)
+        weights = (part.weight("count", not part.is_own) for part in parts if part.is_own == criterion.is_own)
         yield sum(weights) * criterion.factors.get(index, criterion.factor or 1.0) / criterion.run.num_ranks
 
 
@@ -342,32 +356,12 @@ def _is_repeated(parts: Sequence[Part], is_drawn: bool) -> bool:
     return len({*prints}) * 2 <= len(prints) if prints else 0 < len(batches) * 2 <= len(backwards)
 
 
-def _is_rate(criterion: Criterion, updates: Sequence[Mapping[str, Any]]) -> bool:
-    """True where the learning rate may make up for a missing division."""
-    is_clipped = any(kind == "clip" for update in updates for kind, *_ in update["events"])
-    is_linear = all(update["linear"] for update in updates)
-    return is_linear and not is_clipped and len({*criterion.lengths.values()}) == 1
-
-
-def _sum_for_mean(criterion: Criterion) -> Fault | None:
-    """Finds an undivided sum over what the window counts, if the window expects a mean."""
-    wrong = [
-        part.index
-        for part in criterion.parts
-        if part.term["reduction"] == "sum" and part.path == [] and 1 < part.term["count"] == part.term["expected"]
-    ]
-    if not wrong:
-        return None
-    text = (
-        f"a sum goes into window.backward(), which expects a mean: the gradient is {criterion.totals[wrong[0]]:.4g} "
-        f"times that of the mean in update {wrong[0]}; so {len({*wrong})} of {len(criterion.totals)} updates"
-    )
-    hand = "give it the mean, or the Accumulator reduction='sum_to_mean'"
-    return Fault("divisor", criterion.where, text, hand, 'Accumulator(..., reduction="sum_to_mean")')
-
-
 def _undivided(criterion: Criterion) -> Fault | None:
+    """Finds a sum over as many tokens as there are that nothing divides."""
     totals = [*criterion.totals.values()]
+    each = max(part.each() for part in criterion.parts) * (criterion.factor or 0.0)
+    if criterion.is_own or criterion.common == 1 or not criterion.is_constant or not is_equal(each, 1.0):
+        return None
     if 2 * max(sum(is_equal(total, other) for total in totals) for other in totals) > len(totals):
         return None  # the sum is intended, with a short last micro-batch
     low, high = ends(totals)
