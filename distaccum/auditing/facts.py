@@ -8,7 +8,6 @@ from typing import Any
 
 from ..text import plural
 from .parts import Criterion, Run, ends
-from .reckoning import Seen
 
 CHANGES = {
     "before the step": "changed between the last backward and the step",
@@ -17,13 +16,13 @@ CHANGES = {
 }
 
 
-def facts_of(run: Run, seen: Seen) -> list[str]:
+def facts_of(run: Run) -> list[str]:
     """The table of facts: of weights, by line; then of what happened to losses, gradients and schedules."""
     return [
         *(_weights(criterion) for criterion in run.criterions()),
         *_losses(run),
-        *_gradients(seen[0]["updates"]),
-        *_ends_of_schedules(seen[0]),
+        *_gradients(run.seen[0]["updates"]),
+        *_ends_of_schedules(run.seen[0]),
         *_span(run),
     ]
 

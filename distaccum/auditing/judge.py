@@ -1,9 +1,9 @@
-"""The verdict over all ranks: faults, and notes on what is no fault or was not seen."""
+"""The verdict over all ranks: a fold over what rules find in runs."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..text import plural, shorten
 from .facts import facts_of
-from .parts import Run, Updates
-from .reckoning import Fault, Key, Reckoning, Seen, Verdict, columns, same_on_all
+from .parts import Run
+from .reckoning import DOUBT, NOTE, SOFT, UNJUDGED, Finding, Seen, Verdict, columns, same_on_all
 from .schedules import judge_schedules
-from .weights import OWN_LOSS, weigh
+from .weights import OWN_LOSS, sites_of, weigh
 
 WHERE = ("eval", "again", "late", "scaled")  # wrong wherever they are
 # So many times the bound clips; one that no gradient comes near to is there for its norm.
@@ -28,8 +28,8 @@ CAUSES = {
     "clip": ("uneven", "lost"),
     "unscale": ("uneven", "lost"),
     "cleared": ("window", "lost"),
-    "window": ("run's tail",),
-    "tail": ("run's tail",),
+    "window": ("rest",),
+    "tail": ("rest",),
 }
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 TRAINER = (
@@ -54,133 +54,82 @@ def verdict(seen: Seen) -> Verdict:
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # ranks with parameters of the same shapes
     for rank in at_work:
         groups[tuple(rank["parameters"]["numel"]), tuple(rank["parameters"]["vector"])].append(rank)
-    faults, notes, unjudged, judged, facts = _together([_judge(group) for group in groups.values()])
+    findings = list[Finding]()
+    runs = list[Run]()
+    for group in groups.values():
+        run = Run(group)
+        if run.is_alone:
+            findings.append(Finding(UNJUDGED, next(iter(run.updates.values()))[0]["line"], ALONE))
+        runs += [Run([rank]) for rank in group] if run.is_alone else [run]
+    findings += [finding for run in runs for rule in RULES for finding in rule(run)]
     if len(groups) > 1:
-        notes.append(f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone")
+        text = f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone"
+        findings.append(Finding(NOTE, "", text))
     if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
-        notes.append(f"rank {', '.join(idle)} makes no update")
+        findings.append(Finding(NOTE, "", f"rank {', '.join(idle)} makes no update"))
+    judged = {"weights": max(len(sites_of(run)) for run in runs), "receipts": max(run.num_compared for run in runs)}
+    settled = _settled(findings)
     if any(update["trainer"] for rank in seen for update in rank["updates"]):  # whose user writes no loop
-        faults = [fault._replace(window=TRAINER) for fault in faults]
-    return Verdict(faults, notes, unjudged, judged, facts)
+        settled = [finding._replace(window=TRAINER) for finding in settled]
+    return Verdict(settled, judged, [*dict.fromkeys(fact for run in runs for fact in facts_of(run))])
 
 
-def _together(judged: Sequence[Verdict]) -> Verdict:
-    every = [fault for group in reversed(judged) for fault in reversed(group.faults)]
-    faults = {(fault.kind, fault.where): fault for fault in every}
-    notes = dict.fromkeys(text for group in judged for text in group.notes)
-    unjudged = dict.fromkeys(text for group in judged for text in group.unjudged)
-    facts = dict.fromkeys(text for group in judged for text in group.facts)
-    most = {what: max(group.judged[what] for group in judged) for what in judged[0].judged}
-    return Verdict(
-        sorted(faults.values(), key=lambda fault: fault.where), list(notes), list(unjudged), most, list(facts)
-    )
+def _settled(findings: Sequence[Finding]) -> list[Finding]:
+    """Faults by their lines, but for what follows from another, and what is said beside them."""
+    faults = [finding for finding in findings if finding.kind not in SOFT]
+    hidden = {kind for fault in faults for kind in CAUSES.get(fault.kind, ())}
+    left = {(fault.kind, fault.where): fault for fault in reversed(faults) if fault.kind not in hidden}
+    meant = {NOTE, UNJUDGED} if faults else {NOTE, UNJUDGED, DOUBT}
+    beside = dict.fromkeys(finding for finding in findings if finding.kind in meant)
+    return [*sorted(left.values(), key=lambda fault: fault.where), *sorted(beside, key=lambda by: OWN_LOSS in by.text)]
 
 
-def _judge(seen: Seen) -> Verdict:
-    by_key: dict[Key, list[dict[str, Any]]] = defaultdict(list)
-    for rank in seen:
-        for update in rank["updates"]:
-            by_key[update["optimizer"], update["index"]].append(update)
-    whole = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
-    reckoned, kept = _reckon(seen, whole)
-    used = {key: [_used(update, key[0] in kept) for update in ranks] for key, ranks in whole.items()}
-    updates = {key: ranks for key, ranks in used.items() if all(update["backwards"] for update in ranks)}
-    run = Run(updates, reckoned, len(seen))
-    compared = sum(reckoning.factor is not None or bool(reckoning.faults) for reckoning in reckoned.values())
-    alone = {key: reckoning.alone for key, reckoning in reckoned.items() if reckoning.alone}
-    if 0 < len(alone) == compared and not any(rank["wrapped"] for rank in seen) and not run.is_one_mean(alone):
-        each = _together([_judge([rank]) for rank in seen])
-        return each._replace(unjudged=[f"{next(iter(updates.values()))[0]['line']}: {ALONE}", *each.unjudged])
-    own = {place for (place, _), reckoning in reckoned.items() if reckoning.is_own}
-    moved = {place for (place, _), ranks in whole.items() if any(update["moved"] for update in ranks)}  # as SAM does
-    verdict = Verdict([], [], [], {"weights": 0, "receipts": compared})
-    for (place, _), reckoning in sorted(reckoned.items(), key=lambda known: known[0]):
-        verdict.notes.extend(reckoning.notes)
-        verdict.unjudged.extend(reckoning.unjudged)
-        are_meant = [fault for fault in reckoning.faults if place not in own or fault.kind not in ("uneven", "stale")]
-        verdict.faults.extend(are_meant if place not in moved else [])
-    verdict.faults.extend(_cleared(seen, kept | own | moved))
-    doubts = weigh(run, verdict)  # which adds to its lists
-    judge_schedules(seen[0], verdict)
-    verdict.faults.extend(_scaled(updates, reckoned) + _traffic(seen, updates) + _events(seen, verdict.notes))
-    verdict.faults.extend(_apart(seen, updates))
-    if updates and not compared and not any(reckoning.unjudged for reckoning in reckoned.values()):
-        verdict.unjudged.append("receipts, since what is stepped has no gradient from backward, or in another shape")
-    left_out = len(by_key) - len(whole)
-    verdict.unjudged.extend([f"{plural(left_out, 'update')}, which not all ranks make"] * (4 * left_out > len(by_key)))
-    verdict.unjudged.extend(doubts * (not verdict.faults))
-    verdict.unjudged.sort(key=lambda text: OWN_LOSS in text)
-    kinds = {fault.kind for fault in verdict.faults}
-    hidden = {by for kind, others in CAUSES.items() if kind in kinds for by in others}
-    left = [
-        fault._replace(kind=fault.kind.removeprefix("run's ")) for fault in verdict.faults if fault.kind not in hidden
-    ]
-    return verdict._replace(faults=left, facts=facts_of(run, seen))
+def _receipts(run: Run) -> Iterator[Finding]:
+    """Finds gradients that are no sum of what autograd gave, by no purpose of the script."""
+    for (place, _), reckoning in sorted(run.reckoned.items(), key=lambda known: known[0]):
+        for finding in reckoning.findings:
+            is_meant = place in run.moved or (place in run.own and finding.kind in ("uneven", "stale"))
+            if finding.kind in SOFT or not is_meant:
+                yield finding
+    said = {finding.kind for reckoning in run.reckoned.values() for finding in reckoning.findings}
+    if run.updates and not run.num_compared and UNJUDGED not in said:
+        text = "receipts, since what is stepped has no gradient from backward, or in another shape"
+        yield Finding(UNJUDGED, "", text)
+    if 4 * run.num_left_out > run.num_left_out + len(run.whole):
+        yield Finding(UNJUDGED, "", f"{plural(run.num_left_out, 'update')}, which not all ranks make")
 
 
-def _reckon(seen: Seen, updates: Updates) -> tuple[dict[Key, Reckoning], set[int]]:
-    """Compares each update; also returns optimizers whose gradients the script keeps elsewhere as it clears them."""
-    reckoned = dict[Key, Reckoning]()
-    kept = set[int]()
-    before = dict[int, Tensor]()
-    for (place, index), ranks in updates.items():
-        places = ranks[0].get("places")
-        if not places or any(update.get("places") != places for update in ranks):
-            continue
-        reckoning = Reckoning(seen, [_used(update, has_cleared=False) for update in ranks], before.get(place))
-        is_unclear = reckoning.factor is None or reckoning.faults or reckoning.notes
-        if is_unclear and any(backward["cleared"] for update in ranks for backward in update["backwards"]):
-            every = Reckoning(seen, ranks, before.get(place))
-            by_hand = not any(backward["cleared"] and backward["cleared"][1] for backward in ranks[0]["backwards"])
-            if every.factor is not None or (by_hand and any(fault.kind == "lost" for fault in every.faults)):
-                reckoning = every
-                kept = kept | {place}
-        reckoned[place, index] = reckoning
-        before[place] = reckoning.closed
-    return reckoned, kept
-
-
-def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
-    """The update with only the backwards that its step used."""
-    return {**update, "backwards": [each for each in update["backwards"] if has_cleared or not each["cleared"]]}
-
-
-def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
+def _cleared(run: Run) -> Iterator[Finding]:
     """Finds backwards that no step used, on lines whose other backwards steps do use."""
-    faults = []
-    for rank, place in ((each, place) for each in seen for place in each["rest"] if place not in kept):
-        updates = [update for update in rank["updates"] if update["optimizer"] == place]
-        used = [_used(update, has_cleared=False)["backwards"] for update in updates]
-        every = [*(update["backwards"] for update in updates), rank["rest"][place]]
-        own = {backward["line"] for backwards in (used if any(used) else every[:-1]) for backward in backwards}
-        groups: dict[Any, list[int]] = defaultdict(list)  # the updates of backwards that went together
-        for i, backward in ((i, backward) for i, backwards in enumerate(every) for backward in backwards):
-            if backward["line"] in own and backward["cleared"] and backward["cleared"][1]:
-                groups[tuple(backward["cleared"])].append(i)
+    excused = run.kept | run.own | run.moved
+    for rank, place in ((each, place) for each in run.seen for place in each["rest"] if place not in excused):
+        updates = [update["backwards"] for update in rank["updates"] if update["optimizer"] == place]
+        used = [[backward for backward in update if not backward["cleared"]] for update in updates]
+        every = [*updates, rank["rest"][place]]
+        lines = {backward["line"] for backwards in (used if any(used) else updates) for backward in backwards}
+        groups = Counter[Any]()  # clearings with their number, line, whether a loader had ended, and the update
+        for i, backwards in enumerate(every):
+            cleared = [each["cleared"] for each in backwards if each["cleared"] and each["line"] in lines]
+            groups.update((*how, i) for how in cleared if how[1])
+        is_often = 2 * len({index for *_, index in groups}) > len(used)
         lengths = {*map(len, used)}
-        is_often = 2 * len({indices[0] for indices in groups.values()}) > len(used)
-        others = sorted(i[0] for (*_, ended), i in groups.items() if not ended and len(i) not in lengths)
-        at_epochs = _are_multiples(others)
-        left = [each["line"] for each in every[-1] if not each["cleared"] and each["line"] in own and rank["ended"]]
-        for line in dict.fromkeys(line for _, line, _ in groups):
-            of_line = [(ended, len(indices)) for (_, at, ended), indices in groups.items() if at == line]
+        at_epochs = _are_multiples(sorted(key[-1] for key, num in groups.items() if not key[2] and num not in lengths))
+        left = [each["line"] for each in every[-1] if not each["cleared"] and each["line"] in lines and rank["ended"]]
+        total = sum(map(len, every))
+        for line in dict.fromkeys(line for _, line, *_ in groups):
+            of_line = [(ended, num) for (_, at, ended, _), num in groups.items() if at == line]
             # Otherwise it is now and then, as for a loss that is not finite, or before the first update.
-            tails = [num for ended, num in of_line if is_often or at_epochs or (ended and num != max(lengths))]
+            num = sum(num for ended, num in of_line if is_often or at_epochs or (ended and num != max(lengths)))
             if is_often and not all(ended for ended, _ in of_line):
-                text = f"clears {sum(tails)} backwards before any step"
-                faults.append(Fault("cleared", line, text, "clear gradients after the step alone"))
-            elif tails:
-                text = f"clears {plural(sum(tails), 'micro-batch')} at an epoch's end before any step"
+                hand = "clear gradients after the step alone"
+                yield Finding("cleared", line, f"clears {num} backwards before any step", hand)
+            elif num:
+                text = f"clears {plural(num, 'micro-batch')} at an epoch's end before any step"
                 text += f", and no step follows the run's last {len(left)}" * bool(left)
-                faults.append(Fault("tail", line, f"{text}{_share(sum(tails) + len(left), every)}", TAIL))
+                yield Finding("tail", line, f"{text}: {(num + len(left)) / total:.0%} of all", TAIL)
         if left:
-            text = f"no step follows the run's last {plural(len(left), 'micro-batch')}{_share(len(left), every)}"
-            faults.append(Fault("run's tail", left[-1], text, TAIL))
-    return faults
-
-
-def _share(num: int, backwards: Sequence[Sequence[Any]]) -> str:
-    return f": {num / sum(map(len, backwards)):.0%} of all"
+            text = f"no step follows the run's last {plural(len(left), 'micro-batch')}: {len(left) / total:.0%} of all"
+            yield Finding("rest", left[-1], text, TAIL)
 
 
 def _are_multiples(indices: Sequence[int]) -> bool:
@@ -188,10 +137,9 @@ def _are_multiples(indices: Sequence[int]) -> bool:
     return len(indices) > 1 and indices[0] > 0 and all(index == (i + 1) * indices[0] for i, index in enumerate(indices))
 
 
-def _events(seen: Seen, notes: list[str]) -> list[Fault]:
+def _events(run: Run) -> Iterator[Finding]:
     """Finds what happens to gradients or models at the wrong moment."""
-    faults = []
-    for rank in seen:
+    for rank in run.seen:
         where: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
         clipped = set[int]()
         for update in rank["updates"]:
@@ -203,46 +151,42 @@ def _events(seen: Seen, notes: list[str]) -> list[Fault]:
                     where["idle clip" if kind == "clip" and by <= 1 else kind, line].append(update["index"])
         for (kind, line), indices in where.items():
             if kind == "idle clip":
-                notes.append(f"{line}: clips in the middle of a window, which has changed nothing so far")
+                yield Finding(NOTE, line, "clips in the middle of a window, which has changed nothing so far")
             elif kind != "late" or not clipped.issuperset(indices):
                 text, hand = EVENTS[kind]
-                faults.append(Fault(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", hand))
-    return faults
+                yield Finding(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", hand)
 
 
-def _scaled(updates: Updates, reckoned: Mapping[Key, Reckoning]) -> list[Fault]:
+def _scaled(run: Run) -> Iterator[Finding]:
     """Finds steps with a gradient in which a GradScaler's factor still is."""
-    faults: dict[str, Fault] = {}
-    for key, (update, *_) in updates.items():
+    for key, (update, *_) in run.updates.items():
         scale = update["left_scaled"]
-        factor = reckoned[key].factor if key in reckoned else None
+        factor = run.reckoned[key].factor if key in run.reckoned else None
         if scale > 1 and factor is not None and factor * scale > 2:
             text = f"steps with a gradient that is {scale:.6g} times too large: nothing unscales it"
             hand = "call scaler.step(optimizer), which unscales it"
-            faults[update["line"]] = Fault("scaled", update["line"], text, hand, "Accumulator(..., scaler=scaler)")
-    return [*faults.values()]
+            yield Finding("scaled", update["line"], text, hand, "Accumulator(..., scaler=scaler)")
 
 
-def _traffic(seen: Seen, updates: Updates) -> list[Fault]:
+def _traffic(run: Run) -> Iterator[Finding]:
     """Finds reductions before a window's last backward: after it, ranks with different gradients have equal ones."""
     early = Counter[str]()  # by line
     windows = 0
-    for ranks in updates.values() if len(seen) > 1 else ():
+    for ranks in run.updates.values() if len(run.seen) > 1 else ():
         every = [update["backwards"] for update in ranks]
         is_known = all("left" in backward for backwards in every for backward in backwards)
         if len({*map(len, every)}) > 1 or len(every[0]) < 2 or not is_known:
             continue
         windows += 1
-        is_whole = columns(seen[0], ranks[0]["places"])["copies"] == 0
+        is_whole = columns(run.seen[0], ranks[0]["places"])["copies"] == 0
         for of_ranks in list(zip(*every, strict=True))[:-1]:
             after, got = (torch.stack([backward[key] for backward in of_ranks]) for key in ("left", "received"))
             early[of_ranks[0]["line"]] += bool((is_whole & _alike(after) & ~_alike(got)).any())
     num = early.total()
-    if 2 * num <= windows:  # none, or now and then
-        return []
-    text = f"{num / windows + 1:.3g} reductions per update, and the last would do"
-    hand = "run forward and backward of all micro-batches of a window but the last in model.no_sync()"
-    return [Fault("traffic", early.most_common(1)[0][0], text, hand)]
+    if 2 * num > windows:  # not now and then
+        text = f"{num / windows + 1:.3g} reductions per update, and the last would do"
+        hand = "run forward and backward of all micro-batches of a window but the last in model.no_sync()"
+        yield Finding("traffic", early.most_common(1)[0][0], text, hand)
 
 
 def _alike(values: Tensor) -> Tensor:
@@ -251,15 +195,20 @@ def _alike(values: Tensor) -> Tensor:
     return ((values - values[:1]).abs().amax((0, 2)) <= 1e-6 * size) & values.any(-1).all(0)
 
 
-def _apart(seen: Seen, updates: Updates) -> list[Fault]:
+def _apart(run: Run) -> Iterator[Finding]:
     """Finds parameters that were equal on all ranks at first and not at the end."""
-    known = [ranks for ranks in updates.values() if all("places" in update for update in ranks)]
-    if len(seen) == 1 or not known:
-        return []
-    places = known[0][0]["places"]
-    known = [ranks for ranks in known if all(update["places"] == places for update in ranks)]
-    about = columns(seen[0], places)
-    first, last = (same_on_all([update["values"] for update in known[i]], about["vector"]) for i in (0, -1))
-    apart = [about["name"][i] for i in (first & ~last).nonzero().flatten().tolist()]
-    text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
-    return [Fault("apart", known[0][0]["line"], text, "reduce every gradient on every rank")] if apart else []
+    known = [ranks for ranks in run.updates.values() if all("places" in update for update in ranks)]
+    known = [ranks for ranks in known if all(update["places"] == known[0][0]["places"] for update in ranks)]
+    if len(run.seen) > 1 and known:
+        about = columns(run.seen[0], known[0][0]["places"])
+        first, last = (same_on_all([update["values"] for update in known[i]], about["vector"]) for i in (0, -1))
+        if apart := [about["name"][i] for i in (first & ~last).nonzero().flatten().tolist()]:
+            text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
+            yield Finding("apart", known[0][0]["line"], text, "reduce every gradient on every rank")
+
+
+def _schedules(run: Run) -> Iterable[Finding]:
+    return judge_schedules(run.seen[0])
+
+
+RULES = (_receipts, _cleared, weigh, _schedules, _scaled, _traffic, _events, _apart)

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from torch import Tensor
+
 from .criterions import BY_CLASS
 from .private import OWN
-from .reckoning import Key, Reckoning
+from .reckoning import UNJUDGED, Key, Reckoning, Seen
 
 BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
 # How units may be weighed, so that all are equal: by unit or row, with what the script intends or without.
 RULES = (("count", True), ("count", False), ("rows", True), ("rows", False))
-Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
 Site = tuple[str, str, str]  # line, function, inner line
 
 
@@ -101,26 +102,72 @@ class Part:
 
 
 class Run:
-    """The updates of ranks that train the same parameters, with their parts by optimizer."""
+    """The updates of ranks that train the same parameters, with their parts by optimizer.
 
-    def __init__(self, updates: Updates, reckoned: Mapping[Key, Reckoning], num_ranks: int) -> None:
-        self.updates = updates
-        self.reckoned = reckoned
-        self.num_ranks = num_ranks
-        own = {tuple(term["site"]) for ranks in updates.values() for each in ranks for term in terms_of(each, _is_own)}
+    Attributes:
+        whole (dict[Key, list[dict]]): The updates that all ranks make, by rank; `num_left_out` are the others.
+        updates (dict[Key, list[dict]]): Those, with only the backwards that their steps used.
+        reckoned (dict[Key, Reckoning]): What their gradients are made of, where there are receipts.
+        kept (set[int]): Optimizers whose gradients the script keeps elsewhere as it clears them.
+        own (set[int]): Optimizers whose gradients the script changes itself.
+        moved (set[int]): Optimizers whose parameters it moves before it clears, as SAM does.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.num_ranks = len(seen)
+        by_key: dict[Key, list[dict[str, Any]]] = defaultdict(list)
+        for rank in seen:
+            for update in rank["updates"]:
+                by_key[update["optimizer"], update["index"]].append(update)
+        self.whole = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
+        self.num_left_out = len(by_key) - len(self.whole)
+        self.reckoned = dict[Key, Reckoning]()
+        self.kept = set[int]()
+        self._reckon()
+        used = {key: [_used(update, key[0] in self.kept) for update in ranks] for key, ranks in self.whole.items()}
+        self.updates = {key: ranks for key, ranks in used.items() if all(update["backwards"] for update in ranks)}
+        self.own = {place for (place, _), reckoning in self.reckoned.items() if reckoning.is_own}
+        self.moved = {place for (place, _), ranks in self.whole.items() if any(update["moved"] for update in ranks)}
+        every = (update for ranks in self.updates.values() for update in ranks)
+        own = {tuple(term["site"]) for update in every for term in terms_of(update) if _is_own(term)}
         self.parts: dict[int, list[Part]] = defaultdict(list)
-        for (place, index), ranks in updates.items():
-            for rank, update in enumerate(ranks):
-                self.parts[place] += _parts_of(update, index, rank, own)
+        for (place, index), ranks in self.updates.items():
+            for i, update in enumerate(ranks):
+                self.parts[place] += _parts_of(update, index, i, own)
 
-    def is_one_mean(self, factors: Mapping[Key, Sequence[float]]) -> bool:
-        """True if samples of all ranks weigh as one mean, given each rank's factor of each update."""
-        totals: dict[Key, float] = dict.fromkeys(factors, 0.0)
-        for place, parts in self.parts.items():
-            for part in parts:
-                if (key := (place, part.index)) in totals and not part.is_own:
-                    totals[key] += part.weight() * factors[key][part.rank]
-        return bool(totals) and are_equal((1.0, *totals.values()))
+    def _reckon(self) -> None:
+        before = dict[int, Tensor]()
+        for (place, index), ranks in self.whole.items():
+            places = ranks[0].get("places")
+            if not places or any(update.get("places") != places for update in ranks):
+                continue
+            reckoning = Reckoning(self.seen, [_used(update, has_cleared=False) for update in ranks], before.get(place))
+            is_clear = reckoning.factor is not None and all(each.kind == UNJUDGED for each in reckoning.findings)
+            if not is_clear and any(backward["cleared"] for update in ranks for backward in update["backwards"]):
+                every = Reckoning(self.seen, ranks, before.get(place))
+                by_hand = not any(backward["cleared"] and backward["cleared"][1] for backward in ranks[0]["backwards"])
+                if every.factor is not None or (by_hand and any(each.kind == "lost" for each in every.findings)):
+                    reckoning = every
+                    self.kept.add(place)
+            self.reckoned[place, index] = reckoning
+            before[place] = reckoning.closed
+
+    @property
+    def num_compared(self) -> int:
+        return sum(reckoning.is_compared for reckoning in self.reckoned.values())
+
+    @property
+    def is_alone(self) -> bool:
+        """True if each rank steps with a gradient of its own, without a wrapper, and together they are no one mean."""
+        alone = {key: reckoning.alone for key, reckoning in self.reckoned.items() if reckoning.alone}
+        if not 0 < len(alone) == self.num_compared or any(rank["wrapped"] for rank in self.seen):
+            return False
+        totals = [1.0]
+        for (place, index), factors in alone.items():
+            parts = (part for part in self.parts[place] if part.index == index and not part.is_own)
+            totals.append(sum(part.weight() * factors[part.rank] for part in parts))
+        return not are_equal(totals)
 
     def criterions(self) -> list[Criterion]:
         """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
@@ -213,9 +260,13 @@ def are_equal(values: Iterable[float]) -> bool:
     return is_equal(*ends(values))
 
 
-def terms_of(update: Mapping[str, Any], are_meant: Any = None) -> Iterator[Mapping[str, Any]]:
-    every = (term for backward in update["backwards"] for term in backward["terms"])
-    return filter(are_meant, every) if are_meant else every
+def terms_of(update: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    return (term for backward in update["backwards"] for term in backward["terms"])
+
+
+def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
+    """The update with only the backwards that its step used."""
+    return {**update, "backwards": [each for each in update["backwards"] if has_cleared or not each["cleared"]]}
 
 
 def bound_of(terms: Iterable[Mapping[str, Any]]) -> float:

@@ -13,6 +13,8 @@ from .receipt import NUM, fit
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Key = tuple[int, int]  # the optimizer's place, and the update's index
+# Kinds of what is no fault: it may be meant, or could not be judged ("doubt": unless something is wrong).
+SOFT = NOTE, UNJUDGED, DOUBT = "note", "unjudged", "doubt"
 FINE, COARSE = 1e-3, 5e-2  # relative errors that are none, in half precision too
 WINDOW = (
     "for window in Accumulator(model, optimizer, steps=...).windows(loader): in its loop window.backward(loss), after "
@@ -20,24 +22,22 @@ WINDOW = (
 )
 
 
-class Fault(NamedTuple):
-    """A finding: its kind, the line, the numbers, and the cures by hand and with a window."""
+class Finding(NamedTuple):
+    """What is wrong: its kind, the line, the numbers, and the cures by hand and with a window; or what is no fault."""
 
     kind: str
     where: str
     text: str
-    by_hand: str
+    by_hand: str = ""
     window: str = WINDOW
 
 
 class Verdict(NamedTuple):
-    """Faults, notes on what is none, what could not be judged, and how much was."""
+    """What was found, how much was judged, and the facts that it is made of."""
 
-    faults: list[Fault]
-    notes: list[str]
-    unjudged: list[str]
+    findings: list[Finding]
     judged: dict[str, int]
-    facts: Sequence[str] = ()
+    facts: list[str]
 
 
 def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
@@ -60,9 +60,7 @@ class Reckoning:
     def __init__(self, seen: Seen, updates: Seen, before: Tensor | None) -> None:
         first = updates[0]
         backwards = [update["backwards"] for update in updates]
-        self.faults: list[Fault] = []
-        self.notes = list[str]()
-        self.unjudged = list[str]()
+        self.findings = list[Finding]()
         self.factor: float | None = None
         self.alone: list[float] = []
         self.is_own = False
@@ -95,20 +93,24 @@ class Reckoning:
     def _judge(self, is_copy: Tensor) -> None:
         judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0) & ~self.hooked
         if (hidden := (self.size > 0) & self.hooked).any():
-            self.unjudged.append(f"the gradient of {self._named(hidden)}, which a hook of the script may change")
+            self.findings.append(
+                Finding(UNJUDGED, "", f"the gradient of {self._named(hidden)}, which a hook of the script may change")
+            )
         gone = judged & self.absent
         if gone.any() and gone[judged].all():
             why = f"no parameter has a gradient when {self.line} steps: lost, or an engine keeps it elsewhere"
-            self.unjudged.append(f"receipts, since {why}")
+            self._say(UNJUDGED, f"receipts, since {why}")
         elif gone.any():
             lacks = f"{self.line} steps without a gradient of {self._named(gone)}"
-            self.unjudged.append(f"{lacks}, although backward gave one; it is not trained in that update")
+            self.findings.append(
+                Finding(UNJUDGED, "", f"{lacks}, although backward gave one; it is not trained in that update")
+            )
         judged &= ~gone
         alone = judged & (_rest(self.closed, self.whole) > self.bound) & (_rest(self.closed, self.own) < self.bound)
         if len(self.own) > 1 and alone.any():
             text = f"{self._named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
             hand = "let DDP or fully_shard cover it, and run a window's last forward and backward outside of no_sync()"
-            self.faults.append(Fault("not reduced", self.where, text, hand))
+            self.findings.append(Finding("not reduced", self.where, text, hand))
             if alone.equal(judged):
                 self.alone = _ratio(self.closed, self.own)[:, alone].median(-1).values.tolist()
             judged &= ~alone
@@ -123,21 +125,30 @@ class Reckoning:
         rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
         is_unknown = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
         faults = self._explain(judged if is_unknown else wrong) if wrong.any() else []
-        self.faults += faults
+        self.findings += faults
         if not faults and (wrong & ~rounded).any():
             self.is_own = True
-            self.unjudged.append(f"what the script does with the gradient of {self._named(wrong)} before it steps")
+            self.findings.append(
+                Finding(UNJUDGED, "", f"what the script does with the gradient of {self._named(wrong)} before it steps")
+            )
         elif not faults and rounded.any():
             half = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16"
             is_unknown = False
             what = f"the gradient of {self._named(rounded)} is rounded on its way to the step"
-            self.notes.append(f"{what}, as {half} rounds")
+            self._say(NOTE, f"{what}, as {half} rounds")
         self.factor = None if is_unknown else factor
+
+    @property
+    def is_compared(self) -> bool:
+        return self.factor is not None or any(finding.kind not in SOFT for finding in self.findings)
+
+    def _say(self, kind: str, text: str) -> None:
+        self.findings.append(Finding(kind, "", text))
 
     def _named(self, places: Tensor) -> str:
         return shorten([name for name, is_meant in zip(self.names, places.tolist(), strict=True) if is_meant])
 
-    def _explain(self, wrong: Tensor) -> list[Fault]:
+    def _explain(self, wrong: Tensor) -> list[Finding]:
         """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""
         parts = [row[wrong].flatten() for received in self.received for row in received]
         owners = torch.tensor([rank for rank, received in enumerate(self.received) for _ in received])
@@ -147,7 +158,7 @@ class Reckoning:
             return []
         names = self._named(wrong)
         bound = float(self.bound[wrong].max())
-        faults = list[Fault]()
+        faults = list[Finding]()
         hand = "keep each gradient from its backward to the step"
         whole = torch.stack(parts).sum(0)
         spread = float(torch.linalg.pinv(torch.stack(basis)).norm(dim=0).max()) / num_spare**0.5
@@ -166,11 +177,11 @@ class Reckoning:
             is_even = float(_rest(target[None, None], whole[None])) < 10 * off
             if len(basis) > len(parts) and abs(weights[-1]) > 10 * bound:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
-                faults.append(Fault("stale", self.line, text, "clear gradients after each step"))
+                faults.append(Finding("stale", self.line, text, "clear gradients after each step"))
             elif not is_even and float(shares.max() - shares.min()) > max(2 * bound, 8 * unsure):
                 what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
                 text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
-                faults.append(Fault("lost" if lost else "uneven", self.where, text, hand))
+                faults.append(Finding("lost" if lost else "uneven", self.where, text, hand))
         return faults
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import Any, final
 
-from .reckoning import Fault, Verdict
+from .reckoning import NOTE, UNJUDGED, Finding
 
 LENGTHS = ("total_steps", "T_max", "total_iters")  # names in torch's schedules
 WARMS_UP = ("LinearLR", "ConstantLR")  # whose end is not the run's
@@ -40,41 +41,34 @@ def _length(schedule: Any) -> int | None:
     return next((int(length) for length in lengths if length), None)
 
 
-def judge_schedules(rank: dict[str, Any], verdict: Verdict) -> None:
+def judge_schedules(rank: dict[str, Any]) -> Iterator[Finding]:
     """Finds schedules that step several times per update, or that were made for micro-batches and never end."""
     for key, known in rank["schedules"].items():
         updates = [update for update in rank["updates"] if update["optimizer"] == known["optimizer"]]
         stepped = [[line for _, line, _, whose in update["events"] if whose == key] for update in updates]
-        if not updates:
-            continue
-        num = int(statistics.median(map(len, stepped)))
+        num = int(statistics.median(map(len, stepped))) if updates else 0
         lines = {line for of_update in stepped for line in of_update}
         where = next(filter(None, sorted(lines)), known["line"])
         if num > 1:
-            _judge_often(rank, known, where, f"steps the schedule {num} times per update", "" in lines, verdict)
-        elif known["length"] and rank["ended"] and not rank["is_cut"]:
+            yield _often(rank, known, where, f"steps the schedule {num} times per update", by_window="" in lines)
+        elif updates and known["length"] and rank["ended"] and not rank["is_cut"]:
             steps = int(statistics.median(len(update["backwards"]) for update in updates))
             text = f"{known['name']} is at step {known['at']} of {known['length']} when the run ends"
             off = abs(known["at"] * steps - known["length"])  # less than an update, where made for micro-batches
             if steps > 1 and off < steps and known["at"] > 2:
                 text += f"; it was made for micro-batches, of which an update has {steps}"
-                verdict.faults.append(Fault("schedule", where, text, "make it for the number of updates"))
+                yield Finding("schedule", where, text, "make it for the number of updates")
             elif known["at"] < 0.9 * known["length"]:
-                verdict.notes.append(f"{where}: {text}")
+                yield Finding(NOTE, where, text)
 
 
-def _judge_often(
-    rank: dict[str, Any], known: dict[str, Any], where: str, text: str, by_window: bool, verdict: Verdict
-) -> None:
+def _often(rank: dict[str, Any], known: dict[str, Any], where: str, text: str, by_window: bool) -> Finding:
     """Judges a schedule that steps several times per update: one that was made for as many steps ends with the run."""
     if by_window:
         window = "or leave scheduler= out of the Accumulator"
-        text += ", since window.step() steps it too"
-        verdict.faults.append(Fault("schedule", where, text, "leave this step out", window))
-    elif known["has_ended"]:
-        verdict.notes.append(f"{where}: {text}; it was made for so many, and ends with the run")
-    elif rank["is_cut"] and known["length"]:
-        verdict.unjudged.append(f"{where}: {text}, and where the whole run would end it")
-    else:
-        hand = "step it after the optimizer, once per update, on any number of ranks"
-        verdict.faults.append(Fault("schedule", where, text, hand))
+        return Finding("schedule", where, f"{text}, since window.step() steps it too", "leave this step out", window)
+    if known["has_ended"]:
+        return Finding(NOTE, where, f"{text}; it was made for so many, and ends with the run")
+    if rank["is_cut"] and known["length"]:
+        return Finding(UNJUDGED, where, f"{text}, and where the whole run would end it")
+    return Finding("schedule", where, text, "step it after the optimizer, once per update, on any number of ranks")

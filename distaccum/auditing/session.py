@@ -19,7 +19,7 @@ from ..text import plural, shorten
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
-from .reckoning import WINDOW, Fault, Verdict
+from .reckoning import DOUBT, NOTE, SOFT, UNJUDGED, WINDOW, Finding, Verdict
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
@@ -31,7 +31,7 @@ class Audit:
     """The result of `audit`, filled in when its block ends.
 
     Attributes:
-        findings (list[Fault]): What is wrong: `kind`, `where`, `text`, `by_hand`, `window`.
+        findings (list[Finding]): What is wrong: `kind`, `where`, `text`, `by_hand`, `window`.
         notes (list[str]): What is no mistake.
         unjudged (list[str]): What could not be judged.
         facts (list[str]): What the verdict is made of, each true by construction.
@@ -42,7 +42,7 @@ class Audit:
             everything was judged.
     """
 
-    findings: list[Fault] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
@@ -94,9 +94,13 @@ class Audit:
     def judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks = len(self.seen)
         self.updates = max(len(one["updates"]) for one in self.seen)
-        nothing = Verdict([], [], [], {})
-        self.findings, self.notes, self.unjudged, self.judged, facts = quietly(verdict)(self.seen) or nothing
-        self.facts = list(facts)
+        found = quietly(verdict)(self.seen) or Verdict([], {}, [])
+        said = [(each.kind, f"{each.where}: {each.text}" if each.where else each.text) for each in found.findings]
+        self.findings = [finding for finding in found.findings if finding.kind not in SOFT]
+        self.notes = [text for kind, text in said if kind == NOTE]
+        self.unjudged = [text for kind, text in said if kind in (UNJUDGED, DOUBT)]
+        self.judged = found.judged
+        self.facts = found.facts
         self.unjudged += [*(f"the audit itself failed, {one}" for one in failures), *watch.unjudged]
         if lost := mine["world"] - self.ranks:
             text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"

@@ -11,10 +11,11 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..text import plural
 from .parts import Criterion, Part, Run, are_equal, bound_of, ends, is_equal, terms_of
-from .reckoning import Fault, Verdict
+from .reckoning import DOUBT, NOTE, UNJUDGED, Finding
 
 COUNTS = {  # cures, by the unit of a mean
     "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
@@ -29,31 +30,30 @@ OWN_LOSS = "whose loss is wholly or in part the script's own"
 SLIGHT = 0.05  # what an update may lack of one mean: a note
 
 
-def weigh(run: Run, verdict: Verdict) -> list[str]:
-    """Judges the weights of all units; returns what is not judged unless something is wrong."""
-    doubts: list[str] = []
-    window_faults: dict[int, Fault] = {}  # one for an optimizer: its criterions have one cause
-    undivided = set[int]()
-    _judge_unused(run, verdict)
+def weigh(run: Run) -> Iterator[Finding]:
+    """Judges the weights of all units."""
+    yield from _judge_unused(run)
     every = run.criterions()
     known = [criterion for criterion in every if _is_known(criterion)]
+    undivided = set[int]()  # optimizers of which nothing divides a loss, or of which lengths have been judged
     for criterion in every:
         if criterion not in known:
-            verdict.unjudged.append(_not_judged(criterion))
+            yield _not_judged(criterion)
             continue
-        _judge_units(criterion, verdict)
-        _note_pairs(criterion, verdict)
-        fault = _judge_level(criterion, known, verdict, doubts)
-        if fault is not None:
-            verdict.faults.append(fault)
-            undivided |= {criterion.place} if fault.by_hand.startswith(UNDIVIDED) else set()
+        yield from _judge_units(criterion)
+        yield from _note_pairs(criterion)
+        for finding in _judge_level(criterion, known):
+            yield finding
+            undivided |= {criterion.place} if finding.by_hand.startswith(UNDIVIDED) else set()
     for criterion in known:
-        fault = None if criterion.place in undivided else _judge_lengths(criterion, verdict, doubts)
-        if fault is not None:
-            window_faults.setdefault(criterion.place, fault)
-    verdict.faults.extend(window_faults.values())
-    verdict.judged["weights"] = len({(of.place, part.site) for of in known for part in of.parts})
-    return doubts
+        for finding in _judge_lengths(criterion) if criterion.place not in undivided else ():
+            yield finding
+            undivided |= {criterion.place} if finding.kind == "window" else set()  # criterions have one cause
+
+
+def sites_of(run: Run) -> set[Any]:
+    """The lines, by optimizer, whose weights are judged."""
+    return {(of.place, part.site) for of in run.criterions() if _is_known(of) for part in of.parts}
 
 
 def _is_known(criterion: Criterion) -> bool:
@@ -64,31 +64,32 @@ def _is_known(criterion: Criterion) -> bool:
     return is_seen and (criterion.is_sum or len({part.term["count"] for part in criterion.parts}) == 1)
 
 
-def _not_judged(criterion: Criterion, why: str = "") -> str:
+def _not_judged(criterion: Criterion, why: str = "") -> Finding:
     lines = {part.line for part in criterion.parts}
     own = {(part.index, part.rank, part.backward) for part in criterion.parts}
     every = {
         (part.index, part.rank, part.backward) for part in criterion.run.parts[criterion.place] if part.line in lines
     }
-    return f"weights of {len(own)} of {len(every)} backwards in {criterion.where}, {OWN_LOSS}{why}"
+    text = f"weights of {len(own)} of {len(every)} backwards in {criterion.where}, {OWN_LOSS}{why}"
+    return Finding(UNJUDGED, "", text)
 
 
-def _note_pairs(criterion: Criterion, verdict: Verdict) -> None:
+def _note_pairs(criterion: Criterion) -> Iterator[Finding]:
     pairs = [part.term["pairs"] for part in criterion.parts if part.term.get("pairs") is not None]
     if all(pairs) and len(pairs) > 1 and any(part.backward for part in criterion.parts):
-        text = f"{criterion.where}: a loss over the pairs of a micro-batch, of which no window equals one big batch"
-        verdict.notes.append(f"{text}; {CONTRAST} does")
+        text = f"a loss over the pairs of a micro-batch, of which no window equals one big batch; {CONTRAST} does"
+        yield Finding(NOTE, criterion.where, text)
 
 
 # Within an update
 
 
-def _judge_units(criterion: Criterion, verdict: Verdict) -> None:
+def _judge_units(criterion: Criterion) -> Iterator[Finding]:
     """Finds units of an update that weigh differently, by no factor of the script."""
     if empty := sum(not part.term["count"] and part.term["reduction"] == "mean" for part in criterion.parts):
         text = f"no token counts in {empty} micro-batches, and the mean over none is NaN"
         hand = "sum the loss, and divide it by the window's number of tokens"
-        verdict.faults.append(Fault("nan", criterion.where, text, hand))
+        yield Finding("nan", criterion.where, text, hand)
     ranks = range(criterion.run.num_ranks)
     spread = dict[int, tuple[float, float]]()
     is_ranks = len(ranks) > 1
@@ -97,10 +98,11 @@ def _judge_units(criterion: Criterion, verdict: Verdict) -> None:
         if _are_even(criterion, counted):
             continue
         if _is_by_sample(criterion, index):
-            verdict.unjudged.append(f"the weights in {criterion.where}, which the script gives to samples itself")
+            text = f"the weights in {criterion.where}, which the script gives to samples itself"
+            yield Finding(UNJUDGED, "", text)
             continue
         if criterion.is_own and criterion.is_sum and not _are_means(counted):
-            verdict.unjudged.append(_not_judged(criterion, "; its sums have different divisors"))
+            yield _not_judged(criterion, "; its sums have different divisors")
             continue
         of_script = not all(part.intent for part in counted)
         spread[index] = ends(part.each(of_script=of_script) for part in counted)
@@ -116,7 +118,7 @@ def _judge_units(criterion: Criterion, verdict: Verdict) -> None:
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += " on all ranks, times the number of ranks where the wrapper averages" if len(ranks) > 1 else ""
-        verdict.faults.append(Fault("weights", criterion.where, text + _lines(criterion), hand, COUNTS[unit]))
+        yield Finding("weights", criterion.where, text + _lines(criterion), hand, COUNTS[unit])
 
 
 def _are_even(criterion: Criterion, parts: Sequence[Part]) -> bool:
@@ -151,7 +153,7 @@ def _unit(parts: Sequence[Part]) -> str:
     return units.pop() if len(units) == 1 else "tokens"
 
 
-def _judge_unused(run: Run, verdict: Verdict) -> None:
+def _judge_unused(run: Run) -> Iterator[Finding]:
     """Finds losses of training batches that no backward follows, on lines where others have one."""
     calls = Counter((key[0], tuple(term["site"])) for key, ranks in run.updates.items() for term in terms_of(ranks[0]))
     for (place, site), num_used in sorted(calls.items()):
@@ -161,20 +163,20 @@ def _judge_unused(run: Run, verdict: Verdict) -> None:
             share = sum(skipped) / (sum(skipped) + num_used)
             text = f"no backward follows {sum(skipped)} losses, so that {share:.0%} of the batches are never trained"
             hand = "call backward on each loss, and clear after the step alone"
-            verdict.faults.append(Fault("unused", site[0], text, hand))
+            yield Finding("unused", site[0], text, hand)
         elif 3 * sum(map(bool, unknown)) > len(updates) > 1:
-            verdict.unjudged.append(f"{site[0]}: {sum(unknown)} losses that no backward follows")
+            yield Finding(UNJUDGED, site[0], f"{sum(unknown)} losses that no backward follows")
 
 
 # From one update to another
 
 
-def _judge_lengths(criterion: Criterion, verdict: Verdict, doubts: list[str]) -> Fault | None:
+def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
     # What is no mean may add up as it shall: a sum over a constant, a loss of one's own
     is_mean = is_equal(criterion.level, 1.0)
     if not is_mean and (not criterion.level or criterion.is_constant or criterion.is_own):
-        return None
+        return
     is_divided_alike = not criterion.is_own or are_equal(part.weight() for part in criterion.parts)
     spread = (1.0, 1.0)
     for totals in (criterion.totals, criterion.totals_by("count", of_script=False)):
@@ -184,22 +186,23 @@ def _judge_lengths(criterion: Criterion, verdict: Verdict, doubts: list[str]) ->
         weights = {i: total / level for i, total in totals.items()}
         odd = {i: by for i, by in weights.items() if not is_equal(by, 1.0) and not _is_skipping(criterion, i)}
         if not odd:
-            return None
+            return
         if is_divided_alike and all(_is_by_length(criterion, i, by) for i, by in odd.items()):
-            return _window(criterion, odd)
+            yield _window(criterion, odd)
+            return
         spread = ends(weights.values())
     weighs = f"which weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual"
     if criterion.is_own:
-        verdict.unjudged.append(_not_judged(criterion, f"; its updates, {weighs}"))
+        yield _not_judged(criterion, f"; its updates, {weighs}")
     elif criterion.is_constant:
-        doubts.append(f"{criterion.where}: a constant divides this sum, also in updates with fewer or more units")
+        text = "a constant divides this sum, also in updates with fewer or more units"
+        yield Finding(DOUBT, criterion.where, text)
     elif criterion.is_sum and all(abs(total - 1) <= SLIGHT for total in criterion.totals.values()):
         low, high = ends(criterion.totals.values())
         text = f"updates add up to {low:.3g} to {high:.3g} of one mean, as where targets count that nothing predicts"
-        verdict.notes.append(f"{criterion.where}: {text}")
+        yield Finding(NOTE, criterion.where, text)
     else:
-        doubts.append(f"updates, {weighs} in {criterion.where}")
-    return None
+        yield Finding(DOUBT, "", f"updates, {weighs} in {criterion.where}")
 
 
 def _is_by_length(criterion: Criterion, index: int, weight: float) -> bool:
@@ -218,7 +221,7 @@ def _is_skipping(criterion: Criterion, index: int) -> bool:
     return is_unused or (is_drawn and criterion.lengths[index] < criterion.common)
 
 
-def _window(criterion: Criterion, odd: Mapping[int, float]) -> Fault:
+def _window(criterion: Criterion, odd: Mapping[int, float]) -> Finding:
     common = criterion.common
     index = max(odd, key=lambda i: abs(math.log(odd[i])))
     length = criterion.lengths[index]
@@ -233,35 +236,34 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Fault:
     elif length > common:
         hand = "step at an epoch's end too, and divide by the number of micro-batches that there are"
     where = criterion.updates[index][-1].site[0]
-    return Fault("window", where, text + _lines(criterion, index), hand)
+    return Finding("window", where, text + _lines(criterion, index), hand)
 
 
 # What all updates add up to
 
 
-def _judge_level(
-    criterion: Criterion, others: Sequence[Criterion], verdict: Verdict, doubts: list[str]
-) -> Fault | None:
+def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[Finding]:
     """Finds a usual weight that has one plausible reading."""
     run = criterion.run
     level = criterion.level
     steps = criterion.common
-    fault = _undivided(criterion)
+    if (fault := _undivided(criterion)) is not None:
+        yield fault
     if fault is not None or criterion.factor is None or not level:
-        return fault
+        return
     usual = [criterion.totals[index] for index in criterion.usual if index in criterion.totals]
     are_added = run.num_ranks > 1 and is_equal(criterion.factor, run.num_ranks)  # and no coefficient makes up for it
     levels = [_usual(criterion, *rule) for rule in criterion.rules if rule[1] or not are_added]
     accumulated = _usual(criterion, "count", of_script=False)
     if is_equal(level, 1.0) or any(map(_are_one, levels)) or _are_one(_wholes(criterion)):
-        return None
+        return
     if criterion.is_own:
         times = max(accumulated, default=level)
         text = f"; the {steps} of an update add up to {times:.4g} times their mean" * (steps > 1)
-        verdict.unjudged.append(_not_judged(criterion, text))
-        return None
+        yield _not_judged(criterion, text)
+        return
     if not are_equal(usual):
-        return None  # not one level: updates differ
+        return  # not one level: updates differ
     text = f"the gradient is {level:.4g} times that of the mean"
     is_alone = are_equal(other.level for other in others if other.place == criterion.place and not other.is_own)
     reading = _reading(criterion) if is_alone and _shows_samples(criterion) else None
@@ -272,14 +274,15 @@ def _judge_level(
         recurs = all(update["recurs"] for update in updates)  # steps in time add up
         has_reason = (is_like and not recurs) or divisors - {1.0, steps} or not accumulated  # that is not seen
         text = f"{text}, in windows of {plural(steps, 'micro-batch')}; right if that is a coefficient"
-        (doubts if has_reason else verdict.notes).append(f"{criterion.where}: {text}")
-        return None
+        yield Finding(DOUBT if has_reason else NOTE, criterion.where, text)
+        return
     what, hand = reading
     is_rate = all(update["linear"] for update in updates)
     if hand.startswith(UNDIVIDED) and is_rate and len({*criterion.lengths.values()}) == 1:
-        doubts.append(f"{criterion.where}: {what}, as {steps} times the learning rate would; {hand}, if it is not")
-        return None
-    return Fault("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
+        text = f"{what}, as {steps} times the learning rate would; {hand}, if it is not"
+        yield Finding(DOUBT, criterion.where, text)
+        return
+    yield Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
 
 
 def _usual(criterion: Criterion, units: str, of_script: bool) -> list[float]:
@@ -356,7 +359,7 @@ def _is_repeated(parts: Sequence[Part], is_drawn: bool) -> bool:
     return len({*prints}) * 2 <= len(prints) if prints else 0 < len(batches) * 2 <= len(backwards)
 
 
-def _undivided(criterion: Criterion) -> Fault | None:
+def _undivided(criterion: Criterion) -> Finding | None:
     """Finds a sum over as many tokens as there are that nothing divides."""
     totals = [*criterion.totals.values()]
     each = max(part.each() for part in criterion.parts) * (criterion.factor or 0.0)
@@ -366,7 +369,7 @@ def _undivided(criterion: Criterion) -> Fault | None:
         return None  # the sum is intended, with a short last micro-batch
     low, high = ends(totals)
     text = f"nothing divides this sum: updates weigh {low:.4g} to {high:.4g}, as their tokens do"
-    return Fault("divisor", criterion.where, text, "divide by the window's number of tokens on all ranks")
+    return Finding("divisor", criterion.where, text, "divide by the window's number of tokens on all ranks")
 
 
 def _lines(criterion: Criterion, index: int | None = None) -> str:
