@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from .reckoning import DOUBT, NOTE, SOFT, UNJUDGED, Finding, Seen, Verdict, colu
 from .schedules import judge_schedules
 from .weights import OWN_LOSS, sites_of, weigh
 
-WHERE = ("eval", "again", "late", "scaled")  # wrong wherever they are
-# So many times the bound clips; one that no gradient comes near to is there for its norm.
-LEAST = {"clip": 1e-3, "late": 1e-3, "scaled": 1.0}
+CLIP = "clip before the step"
+UNSCALE = "call scaler.unscale_(optimizer) once, before it clips and steps"
 ALONE = (
     "each rank steps with a gradient of its own, as independent runs and local SGD do, or a step that reduces; reduce "
     "each gradient if they are to train as one"
@@ -32,20 +31,25 @@ CAUSES = {
     "tail": ("rest",),
 }
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
-TRAINER = (
-    "AccumulatingTrainer of distaccum.transformers in the place of Trainer, with count= and a loss that nothing else "
-    "divides; in Lightning callbacks=[ExactAccumulation(count=...)], of distaccum.lightning"
-)
+
+
+class Event(NamedTuple):
+    """A change of gradients at the wrong moment: its text and cure, and the least by which it changes something."""
+
+    text: str
+    by_hand: str
+    least: float = -1.0
+    is_only_within: bool = False  # a window; before the step it is right
+
+
 EVENTS = {
-    "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
-    "late": ("clips after the step, which has used the gradient unclipped", "clip before the step"),
-    "scaled": (
-        "clips the gradient while the scaler's factor is in it, so that another bound holds",
-        "call scaler.unscale_(optimizer) before it clips",
-    ),
-    "unscale": ("unscales in the middle of a window, to which others are added", "call unscale_ before the step"),
-    "again": ("steps again with the gradient of the step before", "step once per backward, and clear after the step"),
-    "eval": ("trains in eval mode, and did not at first", "call model.train() after each evaluation"),
+    "clip": Event("clips in the middle of a window, so that early micro-batches shrink again", CLIP, 1.0, True),
+    # A bound that no gradient comes near to is there for the norm.
+    "late": Event("clips after the step, which has used the gradient unclipped", CLIP, 1e-3),
+    "scaled": Event("clips the gradient while the scaler's factor is in it, so that another bound holds", UNSCALE, 1.0),
+    "unscale": Event("unscales in the middle of a window, to which others are added", UNSCALE, is_only_within=True),
+    "again": Event("steps again with the gradient of the step before", "step once per backward, then clear"),
+    "eval": Event("trains in eval mode, and did not at first", "call model.train() after each evaluation"),
 }
 
 
@@ -68,10 +72,7 @@ def verdict(seen: Seen) -> Verdict:
     if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
         findings.append(Finding(NOTE, "", f"rank {', '.join(idle)} makes no update"))
     judged = {"weights": max(len(sites_of(run)) for run in runs), "receipts": max(run.num_compared for run in runs)}
-    settled = _settled(findings)
-    if any(update["trainer"] for rank in seen for update in rank["updates"]):  # whose user writes no loop
-        settled = [finding._replace(window=TRAINER) for finding in settled]
-    return Verdict(settled, judged, [*dict.fromkeys(fact for run in runs for fact in facts_of(run))])
+    return Verdict(_settled(findings), judged, [*dict.fromkeys(fact for run in runs for fact in facts_of(run))])
 
 
 def _settled(findings: Sequence[Finding]) -> list[Finding]:
@@ -146,15 +147,13 @@ def _events(run: Run) -> Iterator[Finding]:
             lines = [backward["line"] for backward in update["backwards"]]
             for kind, line, before, by in update["events"]:
                 clipped |= {update["index"]} if kind == "clip" else set()
-                is_within = kind in EVENTS and {*lines[:before]} & {*lines[before:]}
-                if line and by > LEAST.get(kind, -1) and (kind in WHERE or is_within):
-                    where["idle clip" if kind == "clip" and by <= 1 else kind, line].append(update["index"])
+                if line and kind in EVENTS:
+                    is_wrong = not EVENTS[kind].is_only_within or {*lines[:before]} & {*lines[before:]}
+                    where[kind, line] += [update["index"]] if is_wrong and by > EVENTS[kind].least else []
         for (kind, line), indices in where.items():
-            if kind == "idle clip":
-                yield Finding(NOTE, line, "clips in the middle of a window, which has changed nothing so far")
-            elif kind != "late" or not clipped.issuperset(indices):
-                text, hand = EVENTS[kind]
-                yield Finding(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", hand)
+            if indices and (kind != "late" or not clipped.issuperset(indices)):
+                text = f"{EVENTS[kind].text} (first in update {indices[0]}; {len(indices)} times)"
+                yield Finding(kind, line, text, EVENTS[kind].by_hand)
 
 
 def _scaled(run: Run) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import sysconfig
-import traceback
 from pathlib import Path
 
 import torch
@@ -14,8 +13,6 @@ import torch
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
-# Files of the loops of others. With Lightning's manual optimisation the loop is the user's own.
-LOOPS = (f"{os.sep}transformers{os.sep}trainer.py", f"{os.sep}loops{os.sep}optimization{os.sep}automatic.py")
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # of the user, or of another prefix
 
 
@@ -36,9 +33,3 @@ def where() -> tuple[str, str]:
             return f"{path}:{frame.f_lineno}", inner
         frame = frame.f_back
     return inner, inner
-
-
-def is_in_trainer() -> bool:
-    """True where the loop of a Trainer of transformers, or of Lightning, runs."""
-    paths = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    return any(path.endswith(LOOPS) for path in paths)

@@ -1,8 +1,7 @@
-"""Modes of the modules that are trained: training or eval, and what normalises or recurs."""
+"""Modes of the modules that are trained: training or eval, and what normalises."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import final
 
@@ -17,13 +16,13 @@ class Modes:
 
     Attributes:
         norms (dict[str, None]): Names of batch normalisation in training mode.
-        recurrent (WeakSet[nn.Module]): Modules that go through steps in time.
+        recurs (bool): A model goes through steps in time.
     """
 
     def __init__(self, notes: dict[str, None]) -> None:
         self.norms = dict[str, None]()
+        self.recurs = False
         self._notes = notes
-        self.recurrent: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._was_training: dict[tuple[str, int], bool] = {}
 
     def have_left_training(self, line: str, roots: Iterable[nn.Module]) -> bool:
@@ -34,7 +33,7 @@ class Modes:
                 has_left |= self._was_training[key] and not root.training
                 continue
             self._was_training[key] = root.training
-            self.recurrent |= {module for module in root.modules() if isinstance(module, nn.RNNBase | nn.RNNCellBase)}
+            self.recurs |= any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in root.modules())
             self.norms |= {name or type(norm).__name__: None for name, norm in batchnorms(root) if norm.training}
             if not root.training and any(isinstance(module, nn.Dropout) and module.p for module in root.modules()):
                 self._notes[f"{line}: trains a model in eval mode, without its dropout"] = None

@@ -31,11 +31,6 @@ class Path(list[tuple[str, Any]]):
     """
 
     @property
-    def is_bent(self) -> bool:
-        """True where the weight of a unit hangs on what the script computes: on the way there is what is no sum."""
-        return any(how == OWN for how, _ in self)
-
-    @property
     def coefficient(self) -> float:
         """The product of what multiplies."""
         return float(math.prod(abs(by or 1.0) for how, by in self if how.startswith("mul")))
@@ -76,7 +71,7 @@ class Part:
     rank: int
     backward: int  # its place in the update
     line: str  # of the backward
-    batch: tuple[int, int, int]  # a loader, the number of its batch, and how many passes over loaders had ended
+    batch: tuple[int, int]  # a loader, and the number of its batch
     site: Site
     call: int  # how many of this site the backward has had
     term: Mapping[str, Any]
@@ -230,7 +225,7 @@ class Criterion:
     def totals_by(self, units: str, of_script: bool) -> dict[int, float]:
         totals = {}
         for index, parts in self.updates.items():
-            has_changed = any(update["changed"] for update in self.run.updates[self.place, index])
+            has_changed = any("before the step" in update["touched"] for update in self.run.updates[self.place, index])
             is_known = (of_script or all(part.intent for part in parts)) and (index in self.factors or not has_changed)
             if is_known and all(part.total is not None for part in parts):
                 share = self.factors.get(index, self.factor or 1.0) / self.run.num_ranks
@@ -276,7 +271,7 @@ def bound_of(terms: Iterable[Mapping[str, Any]]) -> float:
 def _is_own(term: Mapping[str, Any]) -> bool:
     """True where the script gives the units of one call different weights, or its loss does more than add up."""
     is_uneven = term["low"] is not None and term["seed"] > term["low"] * (1 + bound_of([term]))
-    return is_uneven or Path(term["divisors"] or ()).is_bent
+    return is_uneven or any(how == OWN for how, _ in term["divisors"] or ())
 
 
 def _parts_of(update: Mapping[str, Any], index: int, rank: int, own: set[Any]) -> Iterator[Part]:

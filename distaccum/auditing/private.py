@@ -124,20 +124,10 @@ def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def _is_square(node: Any) -> bool:
-    """True for scores of each row against each other row, both of which are learned."""
+    """True for scores of each row against each other row."""
     rows = node._saved_self_sym_sizes
     columns = node._saved_mat2_sym_sizes
-    inputs = [given for given, _ in node.next_functions]
-    is_leaf = any(given is None or "AccumulateGrad" in _names_beneath(given) for given in inputs)
-    return bool(rows[0] == columns[1] > 1) and not is_leaf
-
-
-def _names_beneath(node: Any) -> list[str]:
-    """The names of a node, and of that which it views."""
-    below = (
-        node.next_functions[0][0] if node.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0") else None
-    )
-    return [node.name(), *([] if below is None else [below.name()])]
+    return bool(rows[0] == columns[1] > 1)
 
 
 def source_of(iterator: Any) -> int:

@@ -18,12 +18,13 @@ SOFT = NOTE, UNJUDGED, DOUBT = "note", "unjudged", "doubt"
 FINE, COARSE = 1e-3, 5e-2  # relative errors that are none, in half precision too
 WINDOW = (
     "for window in Accumulator(model, optimizer, steps=...).windows(loader): in its loop window.backward(loss), after "
-    "it window.step()"
+    "it window.step(); in a Trainer of transformers AccumulatingTrainer of distaccum.transformers, with count=, in "
+    "Lightning's callbacks=[ExactAccumulation(count=...)]"
 )
 
 
 class Finding(NamedTuple):
-    """What is wrong: its kind, the line, the numbers, and the cures by hand and with a window; or what is no fault."""
+    """A fault: its kind, line, numbers, and cures by hand and with a window; or what is said beside faults."""
 
     kind: str
     where: str
@@ -33,7 +34,7 @@ class Finding(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was found, how much was judged, and the facts that it is made of."""
+    """All findings, how much was judged, and the facts that they are made of."""
 
     findings: list[Finding]
     judged: dict[str, int]
@@ -54,7 +55,6 @@ class Reckoning:
         factor (float | None): Gradients divided by the ranks' average of what autograd gave, if one number fits.
         alone (list[float]): Like `factor`, for each rank and its own backwards, if nothing was reduced.
         is_own (bool): The script does more with gradients than adding them up.
-        is_tasks (bool): Backwards of one micro-batch reach different parameters.
     """
 
     def __init__(self, seen: Seen, updates: Seen, before: Tensor | None) -> None:
@@ -82,9 +82,6 @@ class Reckoning:
         sharded = copies > 0
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
-        reached = [every[every.any(-1)] for every in (received.any(-1) for received in self.received)]
-        drawn = {tuple(backward["batch"]) for of_rank in backwards for backward in of_rank}
-        self.is_tasks = len(drawn) == 1 and any(bool((every != every[:1]).any()) for every in reached)
         self.hooked = about["hooked"]
         absent = [{*update["absent"]} for update in updates]
         self.absent = torch.tensor([any(place in every for every in absent) for place in first["places"]])
@@ -93,18 +90,14 @@ class Reckoning:
     def _judge(self, is_copy: Tensor) -> None:
         judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0) & ~self.hooked
         if (hidden := (self.size > 0) & self.hooked).any():
-            self.findings.append(
-                Finding(UNJUDGED, "", f"the gradient of {self._named(hidden)}, which a hook of the script may change")
-            )
+            self._say(UNJUDGED, f"the gradient of {self._named(hidden)}, which a hook of the script may change")
         gone = judged & self.absent
         if gone.any() and gone[judged].all():
             why = f"no parameter has a gradient when {self.line} steps: lost, or an engine keeps it elsewhere"
             self._say(UNJUDGED, f"receipts, since {why}")
         elif gone.any():
             lacks = f"{self.line} steps without a gradient of {self._named(gone)}"
-            self.findings.append(
-                Finding(UNJUDGED, "", f"{lacks}, although backward gave one; it is not trained in that update")
-            )
+            self._say(UNJUDGED, f"{lacks}, although backward gave one; it is not trained in that update")
         judged &= ~gone
         alone = judged & (_rest(self.closed, self.whole) > self.bound) & (_rest(self.closed, self.own) < self.bound)
         if len(self.own) > 1 and alone.any():
@@ -128,9 +121,7 @@ class Reckoning:
         self.findings += faults
         if not faults and (wrong & ~rounded).any():
             self.is_own = True
-            self.findings.append(
-                Finding(UNJUDGED, "", f"what the script does with the gradient of {self._named(wrong)} before it steps")
-            )
+            self._say(UNJUDGED, f"what the script does with the gradient of {self._named(wrong)} before it steps")
         elif not faults and rounded.any():
             half = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16"
             is_unknown = False

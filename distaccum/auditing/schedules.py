@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any
 
 from .reckoning import NOTE, UNJUDGED, Finding
 
@@ -12,19 +12,8 @@ LENGTHS = ("total_steps", "T_max", "total_iters")  # names in torch's schedules
 WARMS_UP = ("LinearLR", "ConstantLR")  # whose end is not the run's
 
 
-@final
-class Schedules:
-    """The schedules that a run steps, with the line that does."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, dict[str, Any]] = {}  # by id, in plain numbers
-
-    def note(self, schedule: Any, line: str, place: int) -> None:
-        """Notes where a schedule is after its step, since it may be gone when the run ends."""
-        self.known[id(schedule)] = _about(schedule, line, place)
-
-
-def _about(schedule: Any, line: str, place: int) -> dict[str, Any]:
+def about(schedule: Any, line: str, place: int) -> dict[str, Any]:
+    """Where a schedule is after a step, with its line, in plain numbers: it may be gone when the run ends."""
     rates = zip(schedule.get_last_lr(), schedule.base_lrs, strict=True)
     at = int(schedule.last_epoch)
     length = _length(schedule)

@@ -94,13 +94,13 @@ class Audit:
     def judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks = len(self.seen)
         self.updates = max(len(one["updates"]) for one in self.seen)
-        found = quietly(verdict)(self.seen) or Verdict([], {}, [])
-        said = [(each.kind, f"{each.where}: {each.text}" if each.where else each.text) for each in found.findings]
-        self.findings = [finding for finding in found.findings if finding.kind not in SOFT]
+        folded = quietly(verdict)(self.seen) or Verdict([], {}, [])
+        said = [(each.kind, f"{each.where}: {each.text}" if each.where else each.text) for each in folded.findings]
+        self.findings = [finding for finding in folded.findings if finding.kind not in SOFT]
         self.notes = [text for kind, text in said if kind == NOTE]
         self.unjudged = [text for kind, text in said if kind in (UNJUDGED, DOUBT)]
-        self.judged = found.judged
-        self.facts = found.facts
+        self.judged = folded.judged
+        self.facts = folded.facts
         self.unjudged += [*(f"the audit itself failed, {one}" for one in failures), *watch.unjudged]
         if lost := mine["world"] - self.ranks:
             text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"

@@ -8,10 +8,12 @@ from contextlib import suppress
 from typing import Any, final
 
 from torch import Tensor
+from torch.optim import SGD
 
 from .ledger import Ledger, Receipts, on_host, quietly
 from .private import version
 
+KEPT = 2000  # backwards of an update, and updates
 AFTER = ("late", "again")  # kinds of what happens after the step of an update
 
 
@@ -19,7 +21,7 @@ AFTER = ("late", "again")  # kinds of what happens after the step of an update
 class Backward:
     """A call of backward, such as a micro-step's."""
 
-    def __init__(self, line: str, batch: tuple[int, int, int]) -> None:
+    def __init__(self, line: str, batch: tuple[int, int]) -> None:
         self.line, self.batch = line, batch
         self.terms: list[dict[str, Any]] = []
         self.scaler: Any = None
@@ -53,9 +55,8 @@ class Trained:
         self.pending: list[Backward] = []
         self.num = self._num_cleared = 0
         self.is_seen = False  # by receipts
-        self._used: tuple[int, int] | None = None  # a gradient at the last step
-        self._left: tuple[int, int] | None = None  # a gradient after the last backward; engines may keep them elsewhere
-        self._now: tuple[int, int] | None = None  # the same before it is unscaled, clipped or used
+        self._mark: tuple[int, int] | None = None  # a gradient after the last backward or step; engines may keep theirs
+        self._is_closed = False  # since the last backward
         # Kind, line ("": a window of ours), the number of backwards before it, and the schedule's id, or by how much
         # gradients are over the bound of clipping
         self.events: list[tuple[str, str, int, Any]] = []
@@ -69,21 +70,26 @@ class Trained:
         return bool(self.pending) and self.pending[-1].cleared is None
 
     @property
-    def num_drawn(self) -> int:
-        """The batches of a loader that its backwards are of; 0 without a loader."""
-        return len({made.batch for made in self.pending}) * bool(self.pending[-1].batch[0])
-
-    @property
     def is_emptied(self) -> bool:
         """True where the last backward left gradients, and none is there."""
-        return self._left is not None and self._gradient() is None
+        return self._mark is not None and self._gradient() is None
 
     @property
     def scale(self) -> float:
-        """By what its gradients are multiplied until they are unscaled; a script may multiply a bound by it instead."""
+        """By what a scaler multiplies its gradients."""
         scaler: Any = self.pending[-1].scaler if self.pending else None
-        is_unscaled = scaler is None or any(kind == "unscale" for kind, *_ in self.events)
-        return 1.0 if is_unscaled else float(scaler.get_scale())
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    @property
+    def is_unscaled(self) -> bool:
+        return any(kind in ("unscale", "scaler") for kind, *_ in self.events)
+
+    @property
+    def is_linear(self) -> bool:
+        """True where a factor of all gradients is a factor of the learning rate."""
+        optimizer: Any = self.optimizer()
+        is_plain = isinstance(optimizer, SGD) and not any(group["weight_decay"] for group in optimizer.param_groups)
+        return is_plain and all(kind != "clip" for kind, *_ in self.events)
 
     def _gradient(self) -> tuple[int, int] | None:
         """One of its gradients, and how often it was changed."""
@@ -98,19 +104,19 @@ class Trained:
 
     def touch(self) -> None:
         """Notes that gradients were changed between two backwards."""
-        if self._left is not None and self._left != (now := self._gradient()):
+        if self._mark is not None and self._mark != (now := self._gradient()):
             self._touched.add("emptied" if now is None else "changed")
 
-    def add(self, made: Backward, most: int) -> None:
-        self.pending = [*self.pending[-most:], made]
+    def add(self, made: Backward) -> None:
+        self.pending = [*self.pending[-KEPT:], made]
         self._closed = None
-        self._now = None
-        self._left = self._gradient()
+        self._is_closed = False
+        self._mark = self._gradient()
 
     @property
     def is_spent(self) -> bool:
         """True while the gradient of the last step stands there, untouched."""
-        return not self.pending and self._used is not None and self._used == self._gradient()
+        return not self.pending and self._mark is not None and self._mark == self._gradient()
 
     def note(self, kind: str, line: str = "", whose: Any = 0) -> None:
         events = self._last_events if kind in AFTER else self.events
@@ -119,8 +125,11 @@ class Trained:
     @quietly
     def close(self) -> None:
         """Takes receipts of its gradients, before they are unscaled, clipped or used."""
-        self._now = self._now or self._gradient()
-        if self._closed is None and self.pending and all(made.received is not None for made in self.pending):
+        if self._is_closed or not self.pending:
+            return
+        self._is_closed = True
+        self._touched |= {"before the step"} if self._mark != self._gradient() else set()
+        if all(made.received is not None for made in self.pending):
             self._closed = self._ledger.receipts(self._places())
 
     def forgo(self, line: str) -> None:
@@ -133,9 +142,10 @@ class Trained:
             self.pending[-1].values = self._ledger.receipts(self._places(), of_values=True)
         self.events = []
         self._closed = None
+        self._is_closed = False
 
     def forget(self) -> None:
-        self._used = self._gradient()
+        self._mark = self._gradient()
         self.pending = []
         self._closed = None
         self.events = []
@@ -154,21 +164,24 @@ class Trained:
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
             made.is_used |= made.cleared is None
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
-        scaler = self.pending[-1].scaler if self.pending else None
         backwards = [made.as_dict() for made in self.pending]
         self._last_events = self.events
-        update = {"optimizer": self.place, "index": self.num, "events": self.events, "backwards": backwards}
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        is_unscaled = any(kind in ("unscale", "scaler") for kind, *_ in self._last_events)
-        update |= {"scale": scale if is_unscaled else 1.0, "left_scaled": 1.0 if is_unscaled else scale}
-        has_changed = self._now != self._left
-        self._touched |= {"before the step"} if has_changed else set()
-        update |= {"changed": has_changed, "moved": False, "touched": sorted(self._touched)}
-        update["absent"] = [place for place in self._places() if self._ledger.parameter(place).grad is None]
+        now = self._gradient()
+        is_kept = bool(now and self._mark and now[0] != self._mark[0])  # elsewhere, while it is cleared here
+        update = {
+            "optimizer": self.place,
+            "index": self.num,
+            "events": self.events,
+            "backwards": backwards,
+            "scale": self.scale if self.is_unscaled else 1.0,
+            "left_scaled": 1.0 if self.is_unscaled else self.scale,
+            "touched": sorted(self._touched),
+            "absent": [place for place in self._places() if self._ledger.parameter(place).grad is None],
+            "moved": is_kept and any(made.cleared for made in self.pending),
+        }
         if self._closed is not None:
-            update |= self._receipts(self._closed, backwards)
-        if (now := self._gradient()) and self._left and now[0] != self._left[0]:  # one that was kept elsewhere
-            update["moved"] = update["moved"] or any(made.cleared for made in self.pending)
+            receipts = self._receipts(self._closed, backwards)
+            update |= receipts | {"moved": update["moved"] or receipts["moved"]}
         return update
 
     def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import itertools
 import math
 import mmap
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -26,23 +25,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..engines.base import Gradient
 from . import private
-from .criterions import count_of, hearing, is_over_pairs, reduction_of, unit_of
+from .criterions import hearing
+from .heard import Heard
 from .ledger import ROW, Ledger, quietly
-from .lines import OURS, is_in_trainer, where
+from .lines import OURS, where
 from .loaders import Loaders
 from .modes import Modes
-from .schedules import Schedules
+from .schedules import about
 from .share import place_in_job
-from .trained import Backward, Trained, parameters_of
+from .trained import KEPT, Backward, Trained, parameters_of
 
-FIRST, EVERY = 16, 16  # receipts are taken in the first updates, then in every 16th, and where something is new
+# Receipts are taken in the first updates, then in every 16th, and where something is new. From the 4096th on they are
+# taken half as often each time that the number of updates doubles, so that a long run keeps few.
+FIRST, EVERY, OFTEN = 16, 16, 4096
 AFTER_EACH = 4  # updates with receipts after each backward too
-KEPT = 2000  # updates
 CLIPPING = (nn.utils, nn.utils.clip_grad)  # modules that have torch's functions
-PRINTED = 1 << 16  # the most numbers of a target that its print is made of
-
-
-_numbers = itertools.count()
 
 
 class Enough(SystemExit):
@@ -64,19 +61,16 @@ class Watch:
         self.trained: list[Trained] = []  # also those whose optimizer is gone
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.modes = Modes(self.notes)
-        self.schedules = Schedules()
-        self.key = f"distaccum {next(_numbers)}"  # of a criterion in its node
+        self.schedules: dict[int, dict[str, Any]] = {}  # by id
+        self.heard = Heard(self.loaders, self.ledger)
         self.forked = mmap.mmap(-1, 1)  # its child sets a byte, where it trains
         self._process = os.getpid()
         self._num = 0  # updates so far
         self._ways: set[Any] = set()  # of updates with receipts
         self._num_new = 0  # updates that are to have receipts, since the way was new
-        self._current: Backward | None = None
-        self._heard: deque[tuple[Any, Any, bool]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
         self._scheduling = False
         self._scaler: Any = None  # that has scaled a loss since the last step
-        self._has_stepped = False  # since it did
         if model is not None:
             self.ledger.add_root(model)
             for parameter in model.parameters():
@@ -103,7 +97,7 @@ class Watch:
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
         with ExitStack() as stack:
-            if unheard := stack.enter_context(hearing(self._see, self.key)):
+            if unheard := stack.enter_context(hearing(self.heard.see, self.heard.key)):
                 self.unjudged[f"{', '.join(unheard)}, in whose place another library has put its own"] = None
             for calls, is_first in ((before, True), (around, False)):
                 for owner, name, hear in calls:
@@ -117,67 +111,37 @@ class Watch:
                     self._know(older)
             yield
 
-    @quietly
-    def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
-        count, rows = count_of(name, given)
-        known = {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
-        if self._is_receiving():
-            known |= {"print": print_of(given.get("target", given.get("targets"))), "pairs": is_over_pairs(name, given)}
-        term = _term(name, loss.dtype, **known)
-        self._heard.append((term, self.loaders.now(), self.ledger.is_training()))
-        node: Any = loss.grad_fn
-        node.metadata[self.key] = term  # where `note_divisors` finds it
-        loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
-
-    @quietly
-    @torch.no_grad()
-    def _take(self, term: dict[str, Any], seed: Tensor) -> None:
-        term["went"] = True
-        if self._current is not None:
-            term["seed"] = seed
-            if seed.ndim:
-                sizes = seed.abs()
-                kept = term["count"]
-                counts = sizes > 0
-                if isinstance(kept, Tensor) and kept.shape == sizes.shape:  # ignored targets give nothing
-                    counts = counts & kept
-                    sizes = sizes * kept
-                term.update({"reduction": "none", "count": counts.sum(), "seed": sizes.max()})
-                term["low"] = sizes.where(counts, torch.inf).min()
-            self._current.terms.append(term)
-
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
-        if not self.is_here() or self._current is not None or self._stepping is not None:
+        if not self.is_here() or self.heard.current is not None or self._stepping is not None:
             return original(*args, **options)
         self._stay_over()
         made = Backward(where()[0], self.loaders.batch())
-        num = self._num
-        made.scaler = None if self._has_stepped else self._scaler
+        made.scaler = self._scaler
         for trained in self._waiting():
             trained.touch()
             if trained.is_emptied:
                 trained.forgo("")
-        if self._is_receiving():
+        if self.heard.looks_closely:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
         else:
             self.ledger.disarm()
-        if made.received is not None or not self._heard:
+        if made.received is not None or not self.heard.calls:
             roots = args[at] if len(args) > at else options.get("tensors")
-            made.own = quietly(private.note_divisors)(roots, self.key) or []
+            made.own = quietly(private.note_divisors)(roots, self.heard.key) or []
         if quietly(self.modes.have_left_training)(made.line, self.ledger.trained_roots()):
             for trained in self.trained:
                 trained.note("eval", made.line)
-        self._current = made
+        self.heard.current = made
         try:
             result = original(*args, **options)
         finally:
-            self._current = self.ledger.receiving = None
+            self.heard.current = self.ledger.receiving = None
         if made.received:
             owners = (self.ledger.owners.get(place, ()) for place in made.received)
             known = {frozenset[int]().union(*owners)}
             self._touches.setdefault(made.line, set()).update(known)
-            if num < AFTER_EACH and place_in_job()[1] > 1:
+            if self._num < AFTER_EACH and place_in_job()[1] > 1:
                 made.left = self.ledger.receipts(range(len(self.ledger.rows)))
         else:
             known = self._touches.get(made.line, set())
@@ -187,15 +151,12 @@ class Watch:
             trained.is_seen |= bool(made.received) and trained.place in touched
             # Nothing received: it reached one that is not known yet, or one that receipts do not see
             if trained.place in touched or not (touched or (trained.is_seen and made.received is not None)):
-                trained.add(made, KEPT)
+                trained.add(made)
         return result
 
     def is_here(self) -> bool:
         """False in a forked child."""
         return os.getpid() == self._process
-
-    def _is_receiving(self) -> bool:
-        return self._num < FIRST or self._num % EVERY == 0 or self._num_new > 0
 
     def _stay_over(self) -> None:
         """Ends the script again, if it has caught the end as an error."""
@@ -233,7 +194,7 @@ class Watch:
             self.forked[0] = 1
             return None
         self._stay_over()
-        if self._stepping is not None or self._current is not None:  # inside another optimizer's, or in backward
+        if self._stepping is not None or self.heard.current is not None:  # inside another optimizer's, or in backward
             if self._stepping is None:
                 self.unjudged["optimizers that step within backward"] = None
             return None
@@ -262,16 +223,17 @@ class Watch:
         trained = self._trained(optimizer)
         if self._stepping is not optimizer or trained is None:
             return
-        self._stepping, self._has_stepped = None, True
+        self._stepping = self._scaler = None
         if trained.pending:
-            is_new = trained.way not in self._ways and self._num >= FIRST
+            is_new = trained.way not in self._ways and self._num >= FIRST and len(self._ways) < KEPT
             self._num_new = 2 if is_new else max(0, self._num_new - 1)
             self._ways.add(trained.way)
             trained.num += 1
         self._num = max(self._num, trained.num)
+        every = EVERY << (self._num // OFTEN).bit_length()
+        self.heard.looks_closely = self._num < FIRST or self._num % every == 0 or self._num_new > 0
         trained.forget()
-        stepped = [other.num for other in self.trained if other.num]
-        if self.most is not None and stepped and min(stepped) >= self.most:
+        if self.most is not None and min([other.num for other in self.trained if other.num], default=0) >= self.most:
             self.is_over = True
             raise Enough(0)
 
@@ -284,12 +246,8 @@ class Watch:
         trained.close()
         if trained.num < 2:
             self.ledger.name()
-        record = {**trained.record(), "line": where()[0], "trainer": is_in_trainer()}
-        record["linear"] = is_linear(trained.optimizer()) and all(kind != "clip" for kind, *_ in record["events"])
-        recurrent = (parameter for module in self.modes.recurrent for parameter in module.parameters())
-        record["recurs"] = trained.num_drawn < 2 and trained.place in self.ledger.owners_of(recurrent)
-        record["unused"] = unused_of(self._heard, record["backwards"])
-        self._heard.clear()
+        record = trained.record() | {"line": where()[0], "linear": trained.is_linear}
+        record["unused"] = self.heard.unused(record["backwards"])
         if len(self.updates) < KEPT or "places" in record:
             self.updates.append(record)
 
@@ -322,19 +280,19 @@ class Watch:
         with patch.object(self, "_scheduling", True):
             result = original(scheduler, *args, **options)
         if trained is not None:
-            quietly(self.schedules.note)(scheduler, line, trained.place)
+            self.schedules[id(scheduler)] = quietly(about)(scheduler, line, trained.place) or {}
         return result
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        owners = quietly(self.ledger.owners_of)(given) or ()
-        owning = [trained for trained in self.trained if trained.place in owners]
-        events = [(trained, "clip" if trained.pending else "late") for trained in owning]
-        events = [(trained, kind) for trained, kind in events if trained.pending or trained.is_spent]
-        for trained, _ in events:
-            trained.close()
         bound = args[0] if args else options.get("max_norm", options.get("clip_value"))
-        events += [(trained, "scaled") for trained, _ in events if trained.scale > 100 * (bound or math.inf)]
+        owners = quietly(self.ledger.owners_of)(given) or ()
+        events = list[tuple[Trained, str]]()
+        for trained in (each for each in self.trained if each.place in owners and (each.pending or each.is_spent)):
+            trained.close()
+            is_scaled = not trained.is_unscaled and trained.scale > 100 * (bound or math.inf)
+            kinds = ("clip", "scaled")[: 1 + is_scaled] if trained.pending else ("late",)
+            events += [(trained, kind) for kind in kinds]
         most = [p.grad.abs().max() for p in given if p.grad is not None] if "value" in original.__name__ else []
         result = original((p for p in given) if isinstance(parameters, Iterator) else parameters, *args, **options)
         if bound:
@@ -351,7 +309,6 @@ class Watch:
 
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler if scaler.is_enabled() else None
-        self._has_stepped = False
 
     def _unscale(self, scaler: Any, optimizer: Any) -> None:
         trained = self._know(getattr(optimizer, "optimizer", optimizer))
@@ -374,54 +331,16 @@ class Watch:
             "parameters": {what: [row[what] for row in self.ledger.rows] for what in ROW},
             "wrapped": self.ledger.wrapped,
             "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
-            "schedules": self.schedules.known,
+            "schedules": {key: known for key, known in self.schedules.items() if known},
             "is_cut": self.is_over,
+            "recurs": self.modes.recurs,
             "rest": {each.place: [] if self.most else each.rest() for each in self.trained},
         }
-
-
-def unused_of(heard: Any, backwards: Any) -> dict[Any, tuple[int, int]]:
-    """By line, how many losses no backward followed: of a trained loader's batches that have none, and others."""
-    trained = {backward["batch"][:2] for backward in backwards}
-    unused: dict[Any, tuple[int, int]] = {}
-    for term, batch, is_training in heard:
-        if term["went"] or not is_training or (batch[0] and batch in trained):
-            continue
-        is_known = batch[0] and batch[0] in {loader for loader, _ in trained}
-        if batch[0] and not is_known:
-            continue  # of another loader, as for validation
-        skipped, unknown = unused.get(tuple(term["site"]), (0, 0))
-        unused[tuple(term["site"])] = (skipped + bool(is_known), unknown + (not is_known))
-    return unused
 
 
 def _plain_event(event: tuple[str, str, int, Any]) -> tuple[str, str, int, Any]:
     kind, line, before, whose = event
     return kind, line, before, whose if isinstance(whose, int) else float(whose)
-
-
-def is_linear(optimizer: Any) -> bool:
-    """True where a factor of all gradients is a factor of the learning rate."""
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    return is_sgd and not any(group["weight_decay"] for group in optimizer.param_groups)
-
-
-def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
-    """A criterion's call, to which backward adds the seed that flows into it."""
-    (line, inner) = where()
-    eps = torch.finfo(dtype).eps
-    unknown = dict.fromkeys(("count", "print", "pairs", "divisors", "seed", "low"))
-    return {**unknown, "went": False, "site": [line, name, inner], "eps": eps, **known}
-
-
-@torch.no_grad()
-def print_of(target: Any) -> Tensor | None:
-    """A number that differs between targets; 0 if all of its elements are equal."""
-    if not isinstance(target, Tensor) or not target.ndim:
-        return None
-    numbers = target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
-    ramp = torch.arange(len(numbers), device=target.device, dtype=torch.float32) - (len(numbers) - 1) / 2
-    return (ramp * numbers).sum()
 
 
 def _heard(original: Any, hear: Callable[..., Any], is_first: bool) -> Any:

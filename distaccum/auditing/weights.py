@@ -8,8 +8,10 @@ up to is judged only where that has one reading.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +216,8 @@ def _is_skipping(criterion: Criterion, index: int) -> bool:
     """True where the script leaves out a micro-batch now and then."""
     ranks = criterion.run.updates[criterion.place, index]
     before = criterion.run.updates.get((criterion.place, index - 1), ranks)
-    loader, now, _ = ranks[0]["backwards"][-1]["batch"]
-    old_loader, then, _ = before[0]["backwards"][-1]["batch"]
+    loader, now = ranks[0]["backwards"][-1]["batch"]
+    old_loader, then = before[0]["backwards"][-1]["batch"]
     is_drawn = loader == old_loader and now - then == criterion.common
     is_unused = any(part.site in update["unused"] for update in ranks for part in criterion.parts)
     return is_unused or (is_drawn and criterion.lengths[index] < criterion.common)
@@ -271,8 +273,7 @@ def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[
     if reading is None:
         divisors = {by for part in criterion.parts for how, by in part.path or () if how == "div" and by and not by % 1}
         is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (steps, run.num_ranks))
-        recurs = all(update["recurs"] for update in updates)  # steps in time add up
-        has_reason = (is_like and not recurs) or divisors - {1.0, steps} or not accumulated  # that is not seen
+        has_reason = is_like or divisors - {1.0, steps} or not accumulated  # that is not seen
         text = f"{text}, in windows of {plural(steps, 'micro-batch')}; right if that is a coefficient"
         yield Finding(DOUBT if has_reason else NOTE, criterion.where, text)
         return
@@ -331,32 +332,27 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
 def _shows_samples(criterion: Criterion) -> bool:
     """True if the backwards of an update surely are of different samples, and no loss of the script's own is there.
 
-    They are not where targets are those of other backwards, or all alike in each (all real, then all fake), where a
-    loader's batch has several, as of views of it, or tasks, and where steps in time recur.
+    They are not where targets are those of other backwards (views of a batch), or all alike in each (all real, then all
+    fake), and where a recurrent model goes through the steps in time of a batch.
     """
-    run, place = criterion.run, criterion.place
-    printed = [part for part in criterion.parts if part.term["print"] is not None]
-    if any(reckoning.is_tasks for (owner, _), reckoning in run.reckoned.items() if owner == place):
-        return False
-    if any(part.is_own and part.index in criterion.updates for part in run.parts[place]):
+    run = criterion.run
+    if any(part.is_own and part.index in criterion.updates for part in run.parts[criterion.place]):
         return False
     if {part.rank for part in criterion.parts} != {*range(run.num_ranks)}:
         return False
-    if all(run.updates[place, index][0]["recurs"] for index in criterion.usual):
+    numbers = [of_update[-1].batch[1] for of_update in criterion.updates.values()]
+    drawn = statistics.median([then - now for now, then in pairwise(numbers)] or [0])
+    if run.seen[0]["recurs"] and drawn < criterion.common:
         return False
+    printed = [part for part in criterion.parts if part.term["print"] is not None]
     if all(part.term["rows"] > 1 and not part.term["print"] for part in printed):
         return False
-    is_drawn = len({part.batch for part in criterion.parts}) > 1  # as the run goes on
-    repeated = [index for index in criterion.usual if _is_repeated(criterion.updates[index], is_drawn)]
+    prints = ([(part.rank, part.term["print"]) for part in criterion.updates[index]] for index in criterion.usual)
+    known = [[by for by in of_update if by[1]] for of_update in prints]
+    if not any(known):  # a sample each
+        return not 0 < 2 * drawn <= criterion.common
+    repeated = [of_update for of_update in known if 0 < 2 * len({*of_update}) <= len(of_update)]
     return 2 * len(repeated) < len(criterion.usual)  # targets of a few classes are alike now and then
-
-
-def _is_repeated(parts: Sequence[Part], is_drawn: bool) -> bool:
-    """True if backwards have the targets of others, or a loader's batch has several, as of views of it."""
-    prints = [(part.rank, part.term["print"]) for part in parts if part.term["print"]]
-    batches = {(part.rank, part.batch) for part in parts if part.batch[0] and is_drawn}
-    backwards = {(part.rank, part.backward) for part in parts if part.batch[0]}
-    return len({*prints}) * 2 <= len(prints) if prints else 0 < len(batches) * 2 <= len(backwards)
 
 
 def _undivided(criterion: Criterion) -> Finding | None:
@@ -373,14 +369,8 @@ def _undivided(criterion: Criterion) -> Finding | None:
 
 
 def _lines(criterion: Criterion, index: int | None = None) -> str:
-    """The other lines that belong to a finding: of the backward, and of the same criterion."""
+    """The line of the backward, if it is another."""
     part = criterion.parts[0] if index is None else criterion.updates[index][-1]
-    sites = dict.fromkeys(part.site[0] for part in criterion.parts)
-    named = [("backward", part.line), *(("also", site) for site in sites)]
-    here = part.site[0].rpartition(":")[0] + ":"
-    texts = {
-        line: f"{what}: {line.replace(here, 'line ') if line.startswith(here) else Path(line).name}"
-        for what, line in reversed(named)
-        if line != part.site[0]
-    }
-    return f" ({', '.join(reversed(texts.values()))})" * bool(texts)
+    path, _, line = part.line.rpartition(":")
+    here = f"line {line}" if part.site[0].startswith(f"{path}:") else f"{Path(path).name}:{line}"
+    return f" (backward: {here})" * (part.line != part.site[0])

@@ -1,0 +1,98 @@
+"""Heard: the criterions that were called since the last step, and the seeds that backward gives them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from .criterions import count_of, is_over_pairs, reduction_of, unit_of
+from .ledger import Ledger, quietly
+from .lines import where
+from .loaders import Loaders
+from .trained import KEPT, Backward
+
+PRINTED = 1 << 16  # the most numbers of a target that its print is made of
+_numbers = itertools.count()
+
+
+@final
+class Heard:
+    """Calls of criterions, each a term to which backward adds the seed that flows into it.
+
+    Attributes:
+        key (str): Of a term in its node's metadata, where `note_divisors` finds it.
+        calls (deque): Since the last step: the term, the loader's batch, and whether a model trained.
+        current (Backward | None): The backward that runs now.
+        looks_closely (bool): Terms have the print of their targets, and whether they are over pairs.
+    """
+
+    def __init__(self, loaders: Loaders, ledger: Ledger) -> None:
+        self.key = f"distaccum {next(_numbers)}"
+        self.calls: deque[tuple[dict[str, Any], tuple[int, int], bool]] = deque(maxlen=KEPT)
+        self.current: Backward | None = None
+        self.looks_closely = True
+        self._loaders = loaders
+        self._ledger = ledger
+
+    @quietly
+    def see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
+        count, rows = count_of(name, given)
+        (line, inner) = where()
+        term = dict.fromkeys(("print", "pairs", "divisors", "seed", "low"))
+        term |= {"site": [line, name, inner], "went": False, "eps": torch.finfo(loss.dtype).eps}
+        term |= {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
+        if self.looks_closely:
+            term |= {"print": print_of(given.get("target", given.get("targets"))), "pairs": is_over_pairs(name, given)}
+        self.calls.append((term, self._loaders.now(), self._ledger.is_training()))
+        node: Any = loss.grad_fn
+        node.metadata[self.key] = term
+        loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
+
+    @quietly
+    @torch.no_grad()
+    def _take(self, term: dict[str, Any], seed: Tensor) -> None:
+        term["went"] = True
+        if self.current is None:
+            return
+        term["seed"] = seed
+        if seed.ndim:
+            sizes = seed.abs()
+            kept = term["count"]
+            counts = sizes > 0
+            if isinstance(kept, Tensor) and kept.shape == sizes.shape:  # ignored targets give nothing
+                counts = counts & kept
+                sizes = sizes * kept
+            term |= {"reduction": "none", "count": counts.sum(), "seed": sizes.max()}
+            term["low"] = sizes.where(counts, torch.inf).min()
+        self.current.terms.append(term)
+
+    def unused(self, backwards: Iterable[Mapping[str, Any]]) -> dict[Any, tuple[int, int]]:
+        """By line, how many losses no backward followed: of a trained loader's batches that have none, and others."""
+        trained = {backward["batch"] for backward in backwards}
+        loaders = {loader for loader, _ in trained if loader}
+        unused: dict[Any, tuple[int, int]] = {}
+        for term, batch, is_training in self.calls:
+            loader, _ = batch
+            # Other loaders are for validation.
+            if is_training and not term["went"] and (not loader or (loader in loaders and batch not in trained)):
+                site = tuple(term["site"])
+                skipped, unknown = unused.get(site, (0, 0))
+                unused[site] = (skipped + bool(loader), unknown + (not loader))
+        self.calls.clear()
+        return unused
+
+
+@torch.no_grad()
+def print_of(target: Any) -> Tensor | None:
+    """A number that differs between targets; 0 if all of its elements are equal."""
+    if not isinstance(target, Tensor) or not target.ndim:
+        return None
+    numbers = target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
+    ramp = torch.arange(len(numbers), device=target.device, dtype=torch.float32) - (len(numbers) - 1) / 2
+    return (ramp * numbers).sum()
