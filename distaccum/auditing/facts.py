@@ -43,7 +43,7 @@ def _weights(criterion: Criterion) -> str:
 def _losses(run: Run) -> Iterator[str]:
     unused = Counter[str]()
     cleared = Counter[str]()
-    for ranks in run.updates.values():
+    for ranks in run.whole.values():
         unused.update({site[0]: sum(nums) for site, nums in ranks[0]["unused"].items()})
         cleared.update(backward["cleared"][1] for backward in ranks[0]["backwards"] if backward["cleared"])
     yield from (f"{line}: {num} losses with no backward" for line, num in unused.items())
@@ -69,9 +69,8 @@ def _ends_of_schedules(rank: dict[str, Any]) -> Iterator[str]:
 
 
 def _span(run: Run) -> Iterator[str]:
-    looked = sorted({index for (_, index), ranks in run.updates.items() if "places" in ranks[0]})
-    made = {index for _, index in run.updates}
-    if looked:
+    if looked := sorted({index for (_, index), ranks in run.updates.items() if "places" in ranks[0]}):
+        last = run.seen[0]["made"] - 1
         first = next((i for i, index in enumerate(looked) if i != index), len(looked)) - 1
         later = f", then {', '.join(map(str, looked[first + 1 :][:8]))}" * (len(looked) > first + 1)
-        yield f"receipts in updates 0 to {first}{later}, of 0 to {max(made)}; what others do alone is not seen"
+        yield f"receipts in updates 0 to {first}{later}, of 0 to {last}; what others do alone is not seen"

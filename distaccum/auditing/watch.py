@@ -333,6 +333,7 @@ class Watch:
             "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
             "schedules": {key: known for key, known in self.schedules.items() if known},
             "is_cut": self.is_over,
+            "made": self._num,
             "recurs": self.modes.recurs,
             "rest": {each.place: [] if self.most else each.rest() for each in self.trained},
         }

@@ -288,6 +288,7 @@ def test_window_in_which_a_run_is_stopped_is_no_tail(error):
 
 def test_long_run_takes_receipts_ever_more_rarely(monkeypatch):
     monkeypatch.setattr(watch, "OFTEN", 32)
+    monkeypatch.setattr(watch, "KEPT", 20)
     report = loop(lambda model, *_: mean(model).backward(), [1] * 200)
     assert report.facts[-1].startswith("receipts in updates 0 to 16, then 32, 64, 128, of 0 to 199"), report
     assert report.judged["receipts"] == 20
@@ -640,6 +641,7 @@ def test_tail_that_is_cleared_is_named_with_its_share_of_the_data(at_end):
     num = "9 micro-batches" if at_end else "6 micro-batches"
     assert fault.kind == "tail" and fault.text.startswith(f"clears {num} at an epoch's end before any step")
     assert fault.text.endswith(": 27% of all")
+    assert any(fact.endswith(" backwards that no step used") for fact in report.facts)
 
 
 def test_losses_that_a_graph_adds_up_are_not_judged_as_micro_batches():
