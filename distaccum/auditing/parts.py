@@ -214,7 +214,7 @@ class Criterion:
         self.common = Counter(self.lengths.values()).most_common(1)[0][0]
         self.usual = [index for index, length in self.lengths.items() if length == self.common]
         self.totals = self.totals_by("count", of_script=True)
-        self.level = self.level_of(self.totals)
+        self.level = statistics.median(self.usual_of(self.totals) or [0.0])
 
     @property
     def rules(self) -> Sequence[tuple[str, bool]]:
@@ -232,8 +232,8 @@ class Criterion:
                 totals[index] = share * sum(part.weight(units, of_script) for part in parts)
         return totals
 
-    def level_of(self, totals: Mapping[int, float]) -> float:
-        return statistics.median([totals[index] for index in self.usual if index in totals] or [0.0])
+    def usual_of(self, totals: Mapping[int, float]) -> list[float]:
+        return [totals[index] for index in self.usual if index in totals]
 
     @property
     def is_constant(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..text import plural
-from .parts import Criterion, Part, Run, are_equal, bound_of, ends, is_equal, terms_of
+from .parts import RULES, Criterion, Part, Run, are_equal, bound_of, ends, is_equal, terms_of
 from .reckoning import DOUBT, NOTE, UNJUDGED, Finding
 
 COUNTS = {  # cures, by the unit of a mean
@@ -176,20 +176,25 @@ def _judge_unused(run: Run) -> Iterator[Finding]:
 def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
     # What is no mean may add up as it shall: a sum over a constant, a loss of one's own
-    is_mean = is_equal(criterion.level, 1.0)
+    is_mean = _is_mean(criterion, criterion.rules)
     if not is_mean and (not criterion.level or criterion.is_constant or criterion.is_own):
         return
+    rules = [
+        rule
+        for rule in criterion.rules
+        if rule in RULES[:2] or _are_one(criterion.usual_of(criterion.totals_by(*rule)))
+    ]
     is_divided_alike = not criterion.is_own or are_equal(part.weight() for part in criterion.parts)
     spread = (1.0, 1.0)
-    for totals in (criterion.totals, criterion.totals_by("count", of_script=False)):
-        level = criterion.level_of(totals)
+    for totals in (criterion.totals_by(*rule) for rule in rules):
+        level = statistics.median(criterion.usual_of(totals) or [0.0])
         if totals.keys() != criterion.totals.keys() or not level:
             break  # nobody looked at all of their graphs
         weights = {i: total / level for i, total in totals.items()}
         odd = {i: by for i, by in weights.items() if not is_equal(by, 1.0) and not _is_skipping(criterion, i)}
         if not odd:
             return
-        if is_divided_alike and all(_is_by_length(criterion, i, by) for i, by in odd.items()):
+        if is_divided_alike and all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in odd.items()):
             yield _window(criterion, odd)
             return
         spread = ends(weights.values())
@@ -205,11 +210,6 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
         yield Finding(NOTE, criterion.where, text)
     else:
         yield Finding(DOUBT, "", f"updates, {weighs} in {criterion.where}")
-
-
-def _is_by_length(criterion: Criterion, index: int, weight: float) -> bool:
-    length = criterion.lengths[index]
-    return length != criterion.common and is_equal(weight, length / criterion.common)
 
 
 def _is_skipping(criterion: Criterion, index: int) -> bool:
@@ -253,18 +253,16 @@ def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[
         yield fault
     if fault is not None or criterion.factor is None or not level:
         return
-    usual = [criterion.totals[index] for index in criterion.usual if index in criterion.totals]
     are_added = run.num_ranks > 1 and is_equal(criterion.factor, run.num_ranks)  # and no coefficient makes up for it
-    levels = [_usual(criterion, *rule) for rule in criterion.rules if rule[1] or not are_added]
-    accumulated = _usual(criterion, "count", of_script=False)
-    if is_equal(level, 1.0) or any(map(_are_one, levels)) or _are_one(_wholes(criterion)):
+    if _is_mean(criterion, [rule for rule in criterion.rules if rule[1] or not are_added]):
         return
+    accumulated = criterion.usual_of(criterion.totals_by("count", of_script=False))
     if criterion.is_own:
         times = max(accumulated, default=level)
         text = f"; the {steps} of an update add up to {times:.4g} times their mean" * (steps > 1)
         yield _not_judged(criterion, text)
         return
-    if not are_equal(usual):
+    if not are_equal(criterion.usual_of(criterion.totals)):
         return  # not one level: updates differ
     text = f"the gradient is {level:.4g} times that of the mean"
     is_alone = are_equal(other.level for other in others if other.place == criterion.place and not other.is_own)
@@ -286,9 +284,10 @@ def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[
     yield Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
 
 
-def _usual(criterion: Criterion, units: str, of_script: bool) -> list[float]:
-    totals = criterion.totals_by(units, of_script)
-    return [totals[index] for index in criterion.usual if index in totals]
+def _is_mean(criterion: Criterion, rules: Iterable[tuple[str, bool]]) -> bool:
+    """True if a usual update adds up to one mean, by one of the rules or with the others of its kind."""
+    levels = [[criterion.level], *(criterion.usual_of(criterion.totals_by(*rule)) for rule in rules)]
+    return any(map(_are_one, levels)) or _are_one(_wholes(criterion))
 
 
 def _are_one(totals: Iterable[float]) -> bool:
