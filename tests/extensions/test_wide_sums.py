@@ -12,7 +12,7 @@ from torch.optim import SGD
 from distaccum import Accumulator
 from distaccum.extensions import WideSums
 from tests.support.counting import Counting
-from tests.support.engines import KINDS
+from tests.support.engines import FORMS, KINDS
 from tests.support.problems import make_net
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, refused, run_window
@@ -125,15 +125,6 @@ def test_overflow_of_the_rounded_sum_skips_the_update():
     assert math.isfinite(update.loss)
 
 
-FORMS = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-    "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-    "static": {"static_graph": True},
-}
-
-
 def rounded(parts):
     """The average of the ranks' exact sums as DDP forms it, in the parameters' dtype."""
     return sum(part.to(BF16).float() for part in parts).to(BF16)
@@ -146,9 +137,9 @@ def count_large(count):
 @pytest.mark.parametrize(
     ("form", "lengths", "with_unused"),
     [
-        *((form, (50, 30), False) for form in ("plain", "views", "static")),
-        *((form, (40, 40), True) for form in ("unused", "unused, views")),
-        *((form, (50, 0), False) for form in ("views", "unused")),
+        *((form, (50, 30), False) for form in ("DDP", "DDP views", "DDP static")),
+        *((form, (40, 40), True) for form in ("DDP find", "DDP find, views")),
+        *((form, (50, 0), False) for form in ("DDP views", "DDP find")),
     ],
 )
 @on_ranks(2)
@@ -173,7 +164,7 @@ def test_ddp_reduces_the_rounded_sum_once(form, lengths, with_unused):
         parts = zip(*exact, strict=True)
         right = [torch.equal(p.grad, rounded(both)) for p, both in zip(model.parameters(), parts, strict=False)]
         # A static graph's first backward is reduced and rounded alone.
-        assert all(right) or (form == "static" and index == 0)
+        assert all(right) or (form == "DDP static" and index == 0)
         assert index == 0 or 0 in lengths or large == [0] * lengths[rank] + [1], "after the last backward"
         assert window.step().stepped
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, Report, count_samples, count_tokens
-from tests.support.engines import fsdp1, fully_sharded
+from tests.support.engines import wrapped
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, refused
 
@@ -266,24 +266,18 @@ def test_loss_that_cannot_be_cast_is_checked_in_its_own_dtype():
     assert "not in float64: RuntimeError" in report.notes[0]
 
 
-def wrapped(kind: str, model: nn.Module) -> nn.Module:
-    if kind.startswith("DDP"):
-        return DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
-    wrap = fully_sharded(parts=False) if kind == "FSDP2" else fsdp1("FULL_SHARD", parts=False)
-    return wrap(model, 1.0)[0]
-
-
 LAYERS = {"batchnorm": [nn.BatchNorm1d(8)], "dropout": [nn.Dropout(0.2), nn.Dropout(0.3)]}
 LOSSES = {"count": of_tokens, "loss": of_pairs, "reduction": lambda m, b: of_samples(m, b, "sum")}
 
 
-@pytest.mark.parametrize("kind", ["DDP", "DDP views", "FSDP2", "FSDP1"])
+@pytest.mark.parametrize("kind", ["DDP", "DDP views", "FSDP2, root only", "FSDP1, root only"])
 @on_ranks(2)
 def test_ranks_report_the_same_verdict(kind):
     for cause in ("", *LAYERS, *LOSSES):
-        model = wrapped(kind, token_net() if cause == "count" else net(*copy.deepcopy(LAYERS.get(cause, []))))
+        made = token_net() if cause == "count" else net(*copy.deepcopy(LAYERS.get(cause, [])))
+        model, optimizer, _ = wrapped(kind, made)
         batch, loss = make_batch(*[(7, 1), (4, 2)][dist.get_rank()]), LOSSES.get(cause, of_samples)
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+        accumulator = Accumulator(model, optimizer, micro_batch_size=3)
         one = accumulator.check(batch, lambda part, model=model, loss=loss: loss(model, part))
         dist.all_gather_object(both := [one, one], one)
         assert both[0] == both[1] and one.samples == 11 and one.micro_batches == (3, 2)

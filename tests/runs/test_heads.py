@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
 from tests.support.counting import Counting
+from tests.support.engines import wrapped
 from tests.support.oracle import step_off
 from tests.support.problems import join, make_batch
 from tests.support.ranks import on_ranks
@@ -118,17 +118,15 @@ LAYOUTS = [[(3, 2), (4, 1)], [(1, 2, 3), (2,)], [(3,), (2, 2)], [(2, 1), ()]]
 @on_ranks(2)
 def test_gradient_is_exact_on_uneven_ranks(name, sync):
     model: Any = Tasks()
-    if name == "FSDP2":
+    if name.startswith("DDP"):
+        model, _, _ = wrapped(name, model)
+    else:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         for part in (model.trunk, *model.heads.values()):
             fully_shard(part)
         fully_shard(model)
         register_fsdp_forward_method(model, "forward")
-    else:
-        model = DistributedDataParallel(
-            model, gradient_as_bucket_view="views" in name, find_unused_parameters="find" in name
-        )
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), sync=sync)
     wrongs, reductions = [], []
     for index, layout in enumerate(LAYOUTS if name != "FSDP2" else LAYOUTS[:3]):

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam
 from distaccum import Accumulator, DistaccumError
 from distaccum.runs.memory import FIRST_WAIT, MicroBatchSize, is_out_of_memory, largest_sample
 from tests.support.counting import Counting
-from tests.support.engines import COALESCES, KINDS, fully_sharded
+from tests.support.engines import COALESCES, KINDS, wrapped
 from tests.support.problems import join, make_batch, make_net_without_router
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, hooked, loss_of, refused, weights
@@ -212,14 +212,6 @@ def test_retry_leaves_the_scaler_as_found():
     assert error(weights(model), weights(expected)) <= 1e-6
 
 
-def wrap(kind: str) -> Any:
-    """The model, the function that reads its weights, and its dtype."""
-    net = make_net_without_router()
-    if kind.startswith("ZeRO"):
-        return KINDS[kind].wrap(net.float(), 1.0)[0], KINDS[kind].weights, torch.float32
-    return DistributedDataParallel(net) if kind == "DDP" else fully_sharded()(net, 1.0)[0], weights, torch.float64
-
-
 @pytest.mark.parametrize("where", ["planning", "beginning", "reducing backward", "step"])
 @on_ranks(2)
 def test_lost_rank_is_recognised_by_a_failed_collective(where):
@@ -298,8 +290,9 @@ def scenes() -> Iterator[tuple[str, list[int], tuple[str, str], tuple[int, int]]
 def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, sizes, fault, at):
     """`at`: the rank, and its n-th micro-batch."""
     rank, (text, where) = dist.get_rank(), fault
-    model, read, dtype = wrap(kind.partition(",")[0])
-    optimizer = None if "ZeRO" in kind else SGD(model.parameters(), lr=1.0)
+    name = kind.partition(",")[0]
+    dtype = KINDS[name].dtype
+    model, optimizer, read = wrapped(name, make_net_without_router().to(dtype))
     accumulator = Accumulator(model, optimizer, **OPTIONS[kind])
     calls, message, wrong, leaks = 0, "", [], []
 

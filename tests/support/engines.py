@@ -170,6 +170,22 @@ KINDS: dict[str, Kind] = {
 }
 
 
+FORMS = {
+    "DDP": {},
+    "DDP views": {"gradient_as_bucket_view": True},
+    "DDP find": {"find_unused_parameters": True},
+    "DDP find, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "DDP static": {"static_graph": True},
+}
+
+
+def wrapped(name: str, net: nn.Module) -> tuple[nn.Module, Any, Callable[[nn.Module], Tensor]]:
+    """The model, its SGD of rate 1, and what reads its weights: of a form of DDP, or of one of `KINDS`."""
+    if name in FORMS:
+        return *with_sgd(wrappers.ddp(net, **FORMS[name]), 1.0), weights
+    return *KINDS[name].wrap(net, 1.0), KINDS[name].weights
+
+
 def freeze(net: Net, names: Sequence[str]) -> Net:
     for name in names:
         net.get_parameter(name).requires_grad_(False)
