@@ -70,17 +70,11 @@ class Job:
     def __init__(self, rank: int, num: int, folder: Path) -> None:
         self.rank, self.num, self.folder = rank, num, folder
 
-    def join(
-        self, generation: int = 0, rank: int | None = None, num: int | None = None, backend: str = "gloo",
-        seconds: float = SECONDS / 3,
-    ) -> None:  # fmt: skip
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{self.folder}/{generation}",
-            rank=self.rank if rank is None else rank,
-            world_size=num or self.num,
-            timeout=timedelta(seconds=seconds),
-        )
+    def join(self, generation: int = 0, backend: str = "gloo", seconds: float = SECONDS / 3, **place: int) -> None:
+        """`place`: another rank, or another number of ranks."""
+        place = {"rank": self.rank, "world_size": self.num, **place}
+        store = f"file://{self.folder}/{generation}"
+        dist.init_process_group(backend, init_method=store, timeout=timedelta(seconds=seconds), **place)
 
 
 def plain(job: Job) -> None:
@@ -172,14 +166,14 @@ def lost_rank(job: Job) -> str | None:
 def survivor_meets_a_new_rank(job: Job) -> str | None:
     """Rank 1 of the first job dies; rank 0 lives on, and the third process takes that place."""
     if job.rank < 2:
-        job.join(0, num=2)
+        job.join(0, world_size=2)
         Training().run()
         if job.rank:
             return DIES
         with suppress(RuntimeError):
             dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
-    job.join(1, rank=job.rank // 2, num=2)
+    job.join(1, rank=job.rank // 2, world_size=2)
     Training().run()
     return None
 
