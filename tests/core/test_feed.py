@@ -64,7 +64,16 @@ def test_window_without_ahead_is_drawn_when_it_is_requested():
         assert len(drawn) == 3 * (i + 1)
 
 
-def test_at_most_two_windows_are_alive():
+def test_length_that_changes_between_two_windows_takes_effect_at_once():
+    """Whatever was drawn ahead for the length before."""
+    length = [2]
+    model, accumulator = one_weight(steps=lambda _: length[0])
+    seen = []
+    for window in accumulator.windows(noting(13, [])):
+        seen.append(run(window, model))
+        length[0] = (2, 5, 1, 3, 9)[len(seen) % 5]
+    assert [len(numbers) for numbers in seen] == [2, 5, 1, 3, 2] and list(itertools.chain(*seen)) == list(range(13))
+
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
