@@ -279,8 +279,9 @@ def scenes() -> Iterator[tuple[str, list[int], tuple[str, str], tuple[int, int]]
         whole = kind in ("DDP", "FSDP2, gathered")  # which have every fault at every place
         for fault, at in itertools.product(FAULTS, unproven) if whole else zip(FAULTS, places, strict=True):
             yield kind, [7, 7] if kind == "FSDP2" else [7, 5], fault, at
-        for text, at in itertools.product((BUG, NO_MEMORY), [(0, 10), (1, 6), (1, 8)] if whole else []):
-            yield kind, [9, 6], (text, "loss"), at  # proven
+        if whole or kind == "DDP, every":
+            for text, at in itertools.product((BUG, NO_MEMORY), [(0, 10), (1, 6), (1, 8)]):
+                yield kind, [9, 6], (text, "loss"), at  # proven
         if "DDP" in kind:
             yield kind, [7, -3], (NO_MEMORY, "loss"), (0, 2)  # beside a rank without samples
 
