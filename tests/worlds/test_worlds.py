@@ -223,7 +223,7 @@ def backends_by_device(job: Job) -> None:
 
 
 WORLDS: list[tuple[int, Callable[[Job], str | None]]] = [
-    (16, plain),
+    *((num, plain) for num in (9, 12, 16)),
     (2, group_of_rank_0_first),
     (3, group_that_rank_0_does_not_know),
     (3, groups_between_windows_and_after),
