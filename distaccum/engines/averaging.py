@@ -75,7 +75,9 @@ def _no_rows(parameter: Tensor) -> Tensor:
     """The sparse gradient of an embedding in which nothing was looked up."""
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty((0, *parameter.shape[1:]))
-    return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device, check_invariants=False)
+    # Torch 2.11 warns of checks that are left out, unless it is told so like this.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+        return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device)
 
 
 def settle_placements(parameter: Any) -> None:

@@ -91,7 +91,6 @@ class FullyShardEngine(Engine):
                 "forwards wait for all ranks, and each rank would run only as many as it has micro-batches; use 'last' "
                 "or 'every'"
             )
-        self._reduces = True
         self._stands_in = False
         # Those of _every without a gradient in this window, on this rank.
         self._unused: list[Any] = []
