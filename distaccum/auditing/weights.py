@@ -286,13 +286,14 @@ def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[
 
 def _is_mean(criterion: Criterion, rules: Iterable[tuple[str, bool]]) -> bool:
     """True if a usual update adds up to one mean, by one of the rules or with the others of its kind."""
+    # Where a row has as many elements as an update micro-batches, what divides by one may be meant for the other.
+    rules = [rule for rule in rules if rule in RULES[:2] or not is_equal(criterion.level, criterion.common)]
     levels = [[criterion.level], *(criterion.usual_of(criterion.totals_by(*rule)) for rule in rules)]
-    return any(map(_are_one, levels)) or _are_one(_wholes(criterion))
+    return any(map(_are_one, levels)) or _are_one([*_wholes(criterion)])
 
 
-def _are_one(totals: Iterable[float]) -> bool:
-    every = [*totals]
-    return bool(every) and are_equal((1.0, *every))
+def _are_one(totals: Sequence[float]) -> bool:
+    return bool(totals) and are_equal((1.0, *totals))
 
 
 def _wholes(criterion: Criterion) -> Iterator[float]:
