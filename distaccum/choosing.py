@@ -119,7 +119,7 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
         )
     raise ValueError(
         f"{what} in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would drift apart; "
-        f"{cure}. There are engines for {_names_of(known_engines())}"
+        f"{cure}. There are engines for {_names_of(known_engines())}; an engine of your own needs @register"
     )
 
 
