@@ -59,7 +59,8 @@ def printed_by(code):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import deepspeed  # noqa: F401  # which transformers imports, and which prints then
-    with redirect_stdout(out):
+    with redirect_stdout(out), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed on torch 2.13
         exec(compile(code, "a page", "exec"), names)
     return out.getvalue().strip().splitlines()
 
