@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distaccum
 from distaccum import Accumulator
 from distaccum.auditing import watch
+from distaccum.auditing.heard import print_of
 from tests.support.counting import Counting
 from tests.support.programs import wait_for
 
@@ -650,3 +651,9 @@ def test_losses_that_a_graph_adds_up_are_not_judged_as_micro_batches():
     calls = [4, 3, 4, 4, 4]
     report = loop(lambda model, i, length: (sum(mean(model) for _ in range(calls.pop())) / 4).backward(), [1] * 5)
     assert report.status == 3 and "0.25 times that of the mean" in report.unjudged[0]
+
+
+def test_print_tells_targets_of_few_classes_apart():
+    targets = [torch.tensor(labels) for labels in itertools.product(range(3), repeat=4)]
+    assert len({float(print_of(labels)) for labels in targets}) == 3**4 - 2**4  # but for a constant
+    assert not any(print_of(labels) for labels in targets if len(set(labels.tolist())) == 1)
