@@ -141,7 +141,11 @@ def on_ranks(num: int | Callable[..., int] | None = None) -> Callable[[Any], Any
 
 
 def _run_test(module: str, name: str, arguments: dict[str, Any]) -> None:
-    found = getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    from torch.nn import functional
+
+    # ZeRO 3 puts a linear function of its own there for good, which compiled code of torch 2.11 gives gradients of 0.
+    with patch.object(functional, "linear", functional.linear):
+        found = getattr(importlib.import_module(module), name).__wrapped__(**arguments)
     assert found is None, f"{name} returned {found}; a test asserts"
 
 
