@@ -71,10 +71,6 @@ class Terms:
         """The origin of NaN or infinity, if all these values are finite."""
         return "every loss is finite, so it came up in a backward or in the reduction"
 
-    def clear(self) -> None:
-        """Frees the losses."""
-        self._terms = []
-
 
 def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64

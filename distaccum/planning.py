@@ -82,12 +82,14 @@ class Planner:
         batches = Batches([])
         try:
             batches = draw(job.index)
-            counts = engine.count(batches.micro_batches, partial(_counts_of, counts_of, batches.lengths))
+            drawn = batches.micro_batches
+            count = partial(_counts_of, counts_of, batches.lengths)
+            counts = count(drawn) if engine.recount is None else engine.recount(drawn, count)
             if "count" not in job.once.keys and batches.lengths is None and count_samples in counts_of.values():
-                tell_count(batches.micro_batches, job.once)
+                tell_count(drawn, job.once)
             batches.micros = [
                 Micro(batch, own, number)
-                for number, (batch, own) in enumerate(zip(batches.micro_batches, counts, strict=True))
+                for number, (batch, own) in enumerate(zip(drawn, counts, strict=True))
                 if engine.peers.has_parts or any(own)
             ]
             if engine.lockstep and batches.micros:

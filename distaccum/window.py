@@ -20,7 +20,7 @@ from .engines.base import GRAD, OVERFLOW, Gradient
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .guesses import Answering, refuse_arguments
 from .job import MOST_SKIPS, Hooks, Job, Micro, Start, few_of
-from .law import Counts, DistaccumError, Plan, Reduction, as_int_if_whole
+from .law import Counts, DistaccumError, Plan, Reduction
 from .losses import Losses, Record, Terms
 from .parts import each_head, each_part
 from .private import is_view, version_of
@@ -128,7 +128,7 @@ class Window(Answering, Generic[Batch]):
 
     def __init__(self, job: Job, plan: Plan, batches: Batches, mode: RunMode, pace: Pace | None) -> None:
         self.index = job.index
-        self.counts = dict(zip(plan.names, map(as_int_if_whole, plan.totals), strict=True))
+        self.counts = {name: int(n) if n == int(n) else n for name, n in zip(plan.names, plan.totals, strict=True)}
         # For use inside the library:
         self.plan = plan
         self.is_empty = not (plan.num_counted.most and any(plan.totals))  # nothing counts, so there is no update
@@ -548,7 +548,6 @@ class Window(Answering, Generic[Batch]):
         self.substitute = None
         self.at_work = None
         self.start.may_be_stepped = False
-        self.losses.terms.clear()
         self._job.holds_gradients = False
 
     def _end(self, update: Update | None) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..law import NOBODY, Counts, DistaccumError, Plan
+from ..law import NOBODY, DistaccumError, Plan
 from ..norms import HALF, multiply, names_of, number_of, unique, widest
 from ..options import Sync as Sync
 from ..private import run_backward
@@ -173,6 +173,7 @@ class Engine:
             adds gradients up itself replaces it; then no backward may reduce.
         run_backward (Callable): Runs autograd from tuples of losses and their seeds; Accelerate has its own.
         peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`, `largest`, `group`.
+        recount (Callable | None): Counts micro-batches, given these and what else would (a pipeline: by chunks).
     """
 
     name: ClassVar[str] = ""
@@ -192,6 +193,7 @@ class Engine:
         self.sync = sync
         self.run_backward: Callable[..., Any] = run_backward
         self.read_grad = GRAD
+        self.recount: Callable[[Sequence[Any], Callable[..., Any]], Any] | None = None
         self.peers = group if isinstance(group, Peers) else Peers(group)
         self.peers.device = next((p.device for model in models for p in model.parameters()), None)
         self.divisor: float = self.peers.num_ranks
@@ -204,10 +206,6 @@ class Engine:
         """Removes from `given` what the wrapper steps itself; raises for options that the wrapper cannot follow."""
 
     # A window
-
-    def count(self, micro_batches: Sequence[Any], counts_of: Callable[[Sequence[Any]], list[Counts]]) -> list[Counts]:
-        """The denominators of micro-batches by name; `counts_of` gives those of any list of batches."""
-        return counts_of(micro_batches)
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         """This rank's micro-steps, with stand-ins, and how many of the first reduce besides the last ("every").

@@ -194,7 +194,7 @@ class DDPEngine(Engine):
         return gradient is not None and gradient is parameter.grad and version == version_of(gradient)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
-        return not all(p.grad is None or self._is_zeroed(p) for p in parameters)
+        return not all(map(self._is_zeroed, [p for p in parameters if p.grad is not None]))
 
 
 @dataclass

@@ -96,7 +96,7 @@ class Pipeline:
                 f"sync={engine.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'"
             )
         engine.policies = ("last",)
-        engine.count = self.count
+        engine.recount = self.recount
         engine.run = self.run
         engine.run_backward = self._refuse_backward
         begin = engine.begin
@@ -119,7 +119,7 @@ class Pipeline:
                 "none; use Schedule1F1B or ScheduleInterleaved1F1B"
             )
 
-    def count(self, micro_batches: Sequence[Any], counts_of: Callable[[list[Any]], list[Counts]]) -> list[Counts]:
+    def recount(self, micro_batches: Sequence[Any], counts_of: Callable[[list[Any]], list[Counts]]) -> list[Counts]:
         """The denominators of each micro-batch; keeps those of its chunks, which `run` weighs one by one."""
         counts = iter(counts_of([piece for pieces in self._pieces(micro_batches) for piece in pieces]))
         self._counts = [[next(counts) for _ in range(self.num_chunks)] for _ in micro_batches]

@@ -73,9 +73,6 @@ class PairTerms(Terms):
             return super().why_else()
         return f"the loss over all pairs is {float(self._loss)}, of representations that are all finite"
 
-    def clear(self) -> None:
-        self.take(torch.zeros(()), 0.0, [])
-
 
 def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement: Agreement) -> None:
     engine = job.engine

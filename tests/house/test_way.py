@@ -8,7 +8,7 @@ from tests.programs.way import way_of, way_of_an_update
 from tests.support.ranks import on_ranks
 
 
-@pytest.mark.parametrize(("has_more", "most"), [(False, 92), (True, 102)])
+@pytest.mark.parametrize(("has_more", "most"), [(False, 85), (True, 94)])
 @on_ranks(2)
 def test_update_enters_few_files(has_more, most):
     way = way_of_an_update(has_more)
