@@ -113,9 +113,6 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         self._given_count = count
         self._late = LateWindow(reduction, count or self._known_count)
         self.norm: Any = None
-        # Turns of a window without a micro-batch: of any rank, and of this one. The Trainer counts their tokens.
-        self._skipped: dict[str, Tensor] = {}
-        self._lent: dict[str, Tensor] = {}
         # In a training step: its inputs, and counts by the place in the graph of what they count: of a loss that
         # compute_loss returned, and of the items that it divided by; without count=, of each loss that transformers'
         # own cross entropy returned. Its loss functions that take num_items_in_batch call it. One that something was
@@ -167,11 +164,11 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             lender = self._lengths.index(most)
             (given,) = broadcast_object_list([batches[0] if batches else None], from_process=lender)
             self._last = given if self._last is None else self._last
-        name = getattr(trainer.model, "main_input_name", "input_ids")
-        self._skipped, self._lent = ({name: torch.empty(0, dtype=torch.long, device=args[2])} for _ in range(2))
         self._left = max(most, args[1]) if most else 0
-        skipped = [self._skipped] * (self._left - most)
-        return [*skipped, *[self._lent] * (most - len(batches)), *batches], items
+        # The Trainer counts the tokens of each turn.
+        name = getattr(trainer.model, "main_input_name", "input_ids")
+        nothing = {name: torch.empty(0, dtype=torch.long, device=args[2])}
+        return [*[nothing] * (self._left - len(batches)), *batches], items
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -202,7 +199,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         trainer = self._trainer
         loss = None
         is_last = trainer.accelerator.sync_gradients
-        if inputs is not self._skipped:
+        if self._left <= max(self._lengths):
             self._run_batch(training_step, model, inputs)
         self._left -= 1
         if is_last:
@@ -215,7 +212,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
     def _run_batch(self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any) -> None:
         trainer = self._trainer
         accelerator = trainer.accelerator
-        self._is_lent = inputs is self._lent
+        self._is_lent = self._left > self._lengths[self._late.peers.rank]
         # Its own turn may come, and may change it in place.
         inputs = copy.deepcopy(self._last) if self._is_lent else inputs
         self._inputs = copy.copy(inputs), inputs
