@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import Any, final
@@ -73,18 +73,15 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         """The steps of the longest loader, so that all ranks' loops make equally many updates."""
-        own = error = None
-        try:
-            own = super().set_initial_training_values(*args, **kwargs)
-        except ValueError as caught:
-            # This rank's loader is empty; others may not be.
-            error = caught
-        values = gather_object([own])
-        if error is not None and not any(values):
-            raise error
         self._accumulation.begin()
+        compute = partial(super().set_initial_training_values, *args, **kwargs)
+        own = None
+        # It raises for an empty loader; those of other ranks may have something.
+        with suppress(ValueError):
+            own = compute()
+        values = list(filter(None, gather_object([own])))
         # The sixth value is the number of micro-batches per epoch.
-        return max(filter(None, values), key=lambda of_rank: of_rank[5])
+        return max(values, key=lambda of_rank: of_rank[5]) if values else compute()
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         self._accumulation.norm = super()._get_grad_norm(*args, **kwargs)
