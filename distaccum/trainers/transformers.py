@@ -8,7 +8,7 @@ call of `training_step` that ends the window divides the gradients, before the T
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -121,25 +121,17 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         """Begins a loop; what one that failed has left is gone."""
         self._last = self._inputs = self._noted = None
         self._late.clear()
-        self._begin_log()
-
-    def _begin_log(self) -> None:
-        # Of the updates since the last log: their number, the losses of those that have one, and what was handed on.
-        self._num_updates = 0
-        self._losses: list[float] = []
-        self._handed_on = 0.0
+        self._losses: list[float | None] = []  # of the updates since the last log
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if logs and "loss" in logs:
-            self._begin_log()
+            self._losses = []
 
     def _for_the_log(self, loss: float | None) -> float:
         """The number to add to the Trainer's sum so that its mean over updates is that of those with a loss."""
-        self._num_updates += 1
-        self._losses += [] if loss is None else [loss]
-        before = self._handed_on
-        self._handed_on = sum(self._losses) * self._num_updates / max(len(self._losses), 1)
-        return self._handed_on - before
+        before = _sum_for_a_mean(self._losses)
+        self._losses.append(loss)
+        return _sum_for_a_mean(self._losses) - before
 
     def _draw(self, get_batch_samples: Callable[..., Any], *args: Any) -> tuple[list[Any], Any]:
         """The window's micro-batches as the Trainer draws them, after turns without any if another rank has more.
@@ -325,6 +317,12 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         if accelerator.scaler is not None and not any(update.counts.values()):
             # The Trainer's clipping unscaled it.
             forget(accelerator.scaler, [trainer.optimizer.optimizer])
+
+
+def _sum_for_a_mean(losses: Sequence[float | None]) -> float:
+    """The sum that, divided by the number of all losses, is the mean of those that are there."""
+    there = [loss for loss in losses if loss is not None]
+    return sum(there) * len(losses) / max(len(there), 1)
 
 
 def _refuse(trainer: Any) -> None:
