@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batch import Count
+from ..engines.private.ddp import before_sink
 from ..law import DistaccumError, Reduction, as_int_if_whole, share_of
 from ..norms import HALF, multiply, unique, widest
 from ..options import by_name
@@ -123,7 +124,7 @@ def reached(loss: Tensor, noted: Mapping[Any, Any]) -> list[Any]:
     """The notes at the places in the graph that a loss was made from: of each path, the nearest."""
     values = []
     seen: set[Any] = set()
-    waiting: list[Any] = [place_of(loss)]
+    waiting: list[Any] = [before_sink(loss)]
     while waiting:
         place = waiting.pop()
         if place in noted:
@@ -132,11 +133,6 @@ def reached(loss: Tensor, noted: Mapping[Any, Any]) -> list[Any]:
             seen.add(place[0])
             waiting += place[0].next_functions
     return values
-
-
-def place_of(value: Tensor) -> tuple[Any, int]:
-    """A tensor's place in the graph: the node that it comes from, and which of its outputs it is."""
-    return value.grad_fn, value.output_nr
 
 
 def _silenced(loss: Tensor) -> Tensor:

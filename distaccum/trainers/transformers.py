@@ -28,7 +28,7 @@ from ..private import replaced
 from ..scaling import forget
 from ..update import Update
 from ..wrappers.private import leave_out_step, note_step
-from .late import LateWindow, place_of, reached
+from .late import LateWindow, reached
 
 # Options of an Accumulator, and the Trainer's arguments for them.
 ELSEWHERE = {
@@ -108,18 +108,17 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             raise ValueError(f"{reduction=} without count=, expected what its mean is over, as count=count_samples")
         self._trainer = trainer
         self._given_count = count
-        self._late = LateWindow(reduction, count or self._known_count)
+        self._late = LateWindow(reduction, count or len)  # which only gives it a name
         self.norm: Any = None
-        # In a training step: its inputs, and counts by the place in the graph of what they count: of a loss that
-        # compute_loss returned, and of the items that it divided by; without count=, of each loss that transformers'
-        # own cross entropy returned. Its loss functions that take num_items_in_batch call it. One that something was
-        # added to has another place.
-        self._inputs: Any = None
-        self._noted: dict[Any, Any] | None = None
+        # In a training step, counts by the place in the graph of what they count: of a loss that compute_loss returned,
+        # and of the items that it divided by; without count=, of each loss that transformers' own cross entropy
+        # returned. Its loss functions that take num_items_in_batch call it. One that something was added to has another
+        # place.
+        self._noted: Any = None
 
     def begin(self) -> None:
         """Begins a loop; what one that failed has left is gone."""
-        self._last = self._inputs = self._noted = None
+        self._last = self._noted = None
         self._late.clear()
         self._losses: list[float | None] = []  # of the updates since the last log
 
@@ -201,10 +200,10 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
     def _run_batch(self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any) -> None:
         trainer = self._trainer
         accelerator = trainer.accelerator
-        self._is_lent = self._left > self._lengths[self._late.peers.rank]
+        is_lent = self._left > self._lengths[self._late.peers.rank]
         # Its own turn may come, and may change it in place.
-        inputs = copy.deepcopy(self._last) if self._is_lent else inputs
-        self._inputs = copy.copy(inputs), inputs
+        inputs = copy.deepcopy(self._last) if is_lent else inputs
+        weigh = partial(self._weigh, copy.copy(inputs), inputs, is_lent)
         self._late.begin_micro_batch()
         self._noted = {}
         # No loss is divided by these, nor by what all ranks have.
@@ -213,13 +212,14 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             "current_gradient_accumulation_steps": _Steps(trainer.current_gradient_accumulation_steps),
             "loss_is_scaled_for_ga": True,
         }
-        hooks = {"backward": partial(self._backward, accelerator.backward)}
+        backward = accelerator.backward
+        hooks: dict[str, Any] = {"backward": lambda loss, **kwargs: backward(weigh(loss), **kwargs)}
         if min(self._lengths) < self._left <= max(self._lengths):
             hooks["gather_for_metrics"] = partial(self._gather_for_metrics, accelerator.gather_for_metrics)
         everything = {**steps, "average_tokens_across_devices": False}
         with replaced(trainer.args, **everything), replaced(trainer, **own), replaced(accelerator, **hooks):
             training_step(model, inputs, None)
-        self._inputs = self._noted = None
+        self._noted = None
         if self._late.weighed is None:
             raise DistaccumError(
                 f"{type(trainer).__name__}.training_step ran no self.accelerator.backward(loss), expected one for each "
@@ -247,7 +247,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         result = compute(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self._given_count is not None and isinstance(loss, Tensor) and loss.requires_grad:
-            self._noted[place_of(loss)] = self._count_of(loss, seen, inputs)
+            self._noted[before_sink(loss)] = self._count_of(loss, seen, inputs)
         return result
 
     def _items(self, inputs: Any) -> Tensor:
@@ -257,18 +257,22 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         """
         device = self._trainer.args.device
         # Without count=, a loss is weighed only if it is known, and then it is not asked what to divide by.
-        if self._given_count is None or self._noted is None or self._is_lent:
+        if self._given_count is None:
             return torch.ones((), device=device)
         count = self._given_count(inputs)
         items = widest(torch.as_tensor(count, device=device)).requires_grad_().clone()
-        self._noted[place_of(items)] = count
+        self._noted[before_sink(items)] = count
         return items
 
     def _count_of(self, loss: Tensor, seen: Any, inputs: Any) -> Any:
-        """The count of a loss: that of what it was made from, or of the inputs as they were seen and have become."""
-        counts = reached(loss, self._noted or {})
+        """The count of a loss: that of what it was made from, or of the inputs as they were seen and have become.
+
+        Without count=, that of a loss of transformers' own, and None for any other.
+        """
+        if self._given_count is None:
+            return self._noted.get(before_sink(loss))
+        counts = reached(loss, self._noted)
         if not counts:
-            assert self._given_count is not None
             if isinstance(seen, MutableMapping):
                 seen.update(inputs)
             counts = [self._given_count(seen)]
@@ -287,16 +291,12 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         if self._noted is None or self._given_count is not None or target.is_floating_point():
             return own(source, target, num_items_in_batch, *args, **kwargs)
         loss = own(source, target, None, *args, **kwargs)
-        self._noted[place_of(loss)] = target.ne(kwargs.get("ignore_index", args[0] if args else -100))
+        self._noted[before_sink(loss)] = target.ne(kwargs.get("ignore_index", args[0] if args else -100)).sum()
         return loss
 
-    def _known_count(self, loss: Tensor) -> Tensor | None:
-        kept = None if self._noted is None else self._noted.get(before_sink(loss))
-        return None if kept is None else kept.sum()
-
-    def _backward(self, backward: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
-        is_given = self._given_count is not None
-        count = self._count_of(loss, *self._inputs) if is_given else self._known_count(loss)
+    def _weigh(self, seen: Any, inputs: Any, is_lent: bool, loss: Tensor) -> Tensor:
+        """The loss that shall run backward in place of `loss`; another rank's batch, which is lent, counts nothing."""
+        count = self._count_of(loss, seen, inputs)
         if count is None:
             trainer = self._trainer
             model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
@@ -306,7 +306,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
                 "shift=True) if it predicts next tokens, count=count_samples or a function of your own, and "
                 "reduction='sum_to_mean' if it is a sum"
             )
-        backward(self._late.weigh(loss, 0 if self._is_lent else count), **kwargs)
+        return self._late.weigh(loss, 0 if is_lent else count)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Records the update that the Trainer made."""
