@@ -70,11 +70,11 @@ class LateWindow:
             self._unit = 2.0 ** math.frexp(most)[1] if most else 0.0
         weight = share_of(self._reduction, number, self._unit or 1.0, 1.0)
         if self.weighed is None:
-            # A loss of shape [1] is a number too.
-            value = widest((loss if value is None else value).detach()).sum()
-            self._loss = self._loss + (value * weight if number else torch.zeros_like(value))
+            if number:
+                # A loss of shape [1] is a number too.
+                self._loss = self._loss + widest((loss if value is None else value).detach()).sum() * weight
+                self._num_counted += 1
             self._count += number
-            self._num_counted += number > 0
             self.weighed = number
         elif self.weighed != number:
             raise DistaccumError(
@@ -88,12 +88,8 @@ class LateWindow:
 
         If nothing counts it returns None and removes the gradients, so that no optimizer moves a weight.
         """
-        own_loss = torch.as_tensor(self._loss)
-        values = torch.stack([torch.full_like(own_loss, self._count), own_loss])
-        end_sum = self.peers.sum(values)
-        if end_sum is not None:
-            end_sum()
-        total, loss = values.tolist()
+        rows = self.peers.gather([self._count, float(self._loss)])
+        total, loss = map(sum, zip(*rows, strict=True))
         factor = 0.0
         own = [parameter for parameter in unique(parameters) if parameter.grad is not None]
         if total:
