@@ -185,11 +185,11 @@ class Peers:
             self._served = groups, set.intersection(*sets) if sets else set()
         return self._served[1]
 
-    def sum(self, values: Tensor) -> Callable[[], None] | None:
-        """Starts to sum `values` over the ranks with other losses; None if alone. What it returns ends it, in place."""
+    def sum(self, values: Tensor) -> Callable[[], None]:
+        """Starts to sum `values` over the ranks with other losses. What it returns ends it, in place."""
         groups = [group for group in (*self.stages, *self.groups) if dist.get_world_size(group) > 1]
         if not groups:
-            return None
+            return lambda: None
         there = self._there(values)
         with in_contact():
             for group in groups[:-1]:
