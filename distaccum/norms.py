@@ -41,6 +41,18 @@ def widest(number: Tensor) -> Tensor:
     return number.float() if number.device.type == "mps" else number.double()
 
 
+def nodes_of(loss: Tensor) -> list[Any]:
+    """The nodes of the graph that a loss was made with, each once; those with a `variable` are leaves."""
+    nodes: dict[Any, None] = {}
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return list(nodes)
+
+
 def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
     """Parameter names by the parameters' ids; names in a second model start with its position."""
     return {

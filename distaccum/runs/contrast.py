@@ -16,7 +16,7 @@ from ..batches import cut_up
 from ..job import Job
 from ..law import DistaccumError
 from ..losses import Loss, Terms, refuse_loss
-from ..norms import HALF, widest
+from ..norms import HALF, nodes_of, widest
 from ..planning import Planner
 from ..ranks import Peers
 from ..state.randomness import random_devices, random_state, set_random_state, set_seed
@@ -204,7 +204,8 @@ def _differentiate(
         # A backward hook may change the loss in place.
         value = loss.detach().clone()
         known = set(map(id, wanted))
-        if others := [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]:
+        leaves = [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
+        if others := [leaf for leaf in leaves if id(leaf) not in known]:
             raise DistaccumError(
                 f"loss_fn depends on a tensor of shape {list(others[0].shape)} that requires a gradient and is no "
                 "parameter of the model or the optimizer as they hold it; give it to the optimizer, use what FSDP "
@@ -271,19 +272,6 @@ def _verify(peers: Peers, loss: Tensor, differences: Sequence[Tensor]) -> None:
             "loss's; it may depend on the micro-batch, the model, and the random numbers of torch, random and numpy, "
             "and on nothing that changes between two calls"
         )
-
-
-def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors to whose gradients a backward from the loss adds."""
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if (variable := getattr(node, "variable", None)) is not None:
-                yield variable
-            waiting += [following for following, _ in node.next_functions]
 
 
 def _has_gradient(tensor: Tensor) -> bool:

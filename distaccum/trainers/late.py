@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..batch import Count
 from ..engines.private.ddp import before_sink
 from ..law import DistaccumError, Reduction, as_int_if_whole, share_of
-from ..norms import HALF, multiply, unique, widest
+from ..norms import HALF, multiply, nodes_of, unique, widest
 from ..options import by_name
 from ..ranks import Peers
 from ..update import Update
@@ -133,12 +133,7 @@ def reached(loss: Tensor, noted: Mapping[Any, Any]) -> list[Any]:
 
 def _silenced(loss: Tensor) -> Tensor:
     """A loss whose backward gives zeros to all of its leaves from now on: 0 times NaN would be NaN."""
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen and not hasattr(node, "variable"):  # a leaf's outlives the graph
-            seen.add(node)
+    for node in nodes_of(loss):
+        if not hasattr(node, "variable"):  # a leaf's outlives the graph
             node.register_hook(lambda passed_on, _: tuple(g if g is None else torch.zeros_like(g) for g in passed_on))
-            waiting += [following for following, _ in node.next_functions]
     return loss

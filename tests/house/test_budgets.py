@@ -10,7 +10,7 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2860),
+    CORE: (2200, 2869),
     "loader.py": (190, 271),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
@@ -18,12 +18,12 @@ BUDGETS = {
     "wrappers": (520, 560),
     "meshes": (330, 401),
     "state": (210, 229),
-    "runs": (680, 841),
-    "trainers": (300, 400),
+    "runs": (680, 832),
+    "trainers": (300, 395),
     "tools": (320, 390),
     "extensions": (200, 216),
     "feeding": (70, 70),
-    "the library": (5600, 6766),
+    "the library": (5600, 6761),
     "auditing": (1500, 1949),
     "tests": (9300, 10276),
     "tests/audit": (1200, 1200),
