@@ -21,7 +21,7 @@ from ...job import Job
 from ...law import DistaccumError, as_int_if_whole
 from ...norms import names_of
 from ...planning import Planner
-from ...text import in_short, shorten
+from ...text import Once, in_short, shorten
 from ..update import LossFn, Snapshot, refuse_closure
 from .comparison import Comparison, uneven_sizes, weighted_sum
 
@@ -94,7 +94,7 @@ class Report:
 
 
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
-    """Makes the report; puts back gradients, buffers, modes, random numbers, and which warnings were given."""
+    """Makes the report; puts back gradients, buffers, modes and random numbers."""
     planner.close_previous()
     job = planner.job
     refuse_closure(job.engine, "check")
@@ -102,8 +102,9 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
         raise DistaccumError(
             f"check() with {job.engine.name}, which shows no gradient; check the module before it is wrapped"
         )
-    # A job whose windows have no extensions, judge nothing, and count separately.
+    # A job whose windows have no extensions, judge nothing, count separately, and warn for themselves.
     trial = copy.copy(job)
+    trial.once = Once(job.engine.peers.rank)
     trial.begin_anew()
     trial.fit = job.fit
     trial.substitute = job.substitute
@@ -119,8 +120,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
 
 @contextmanager
 def _kept(job: Job) -> Iterator[Snapshot]:
-    """Gives no warnings, and restores buffers, random numbers, modes, gradients, and which warnings were given."""
-    warned = set(job.once.keys)
+    """Gives no warnings, and restores buffers, random numbers, modes and gradients."""
     every = job.parameters()
     stale = every if job.engine.stale(every) else []
     gradients = [(p, p.grad, p.grad.clone()) for p in stale if p.grad is not None]
@@ -136,7 +136,6 @@ def _kept(job: Job) -> Iterator[Snapshot]:
             snapshot.restore()
             for parameter, gradient, values in gradients:
                 parameter.grad = gradient.copy_(values)
-            job.once.keys = warned
 
 
 def _report(comparison: Comparison) -> Report:
