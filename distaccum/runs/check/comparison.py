@@ -216,10 +216,9 @@ class Comparison:
         return wide
 
     def cast_back(self) -> None:
-        """Restores the model bit for bit."""
+        """Gives the model its own bits again, except for buffers that it has replaced."""
         for tensor, data in self._narrow:
             tensor.data = data
-        self.before.restore()
 
 
 def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = ()) -> Any:
