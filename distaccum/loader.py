@@ -11,7 +11,7 @@ from typing import Any, Generic, final
 import torch
 from torch import Tensor
 
-from .batch import Batch, Columns, tensors_in
+from .batch import Batch, Columns, entries_of
 from .batches import Batches, cut_up
 from .job import Job
 from .law import DistaccumError, all_or_none, steps_for, whole_number
@@ -19,10 +19,8 @@ from .planning import Planner
 from .private import own_version_of
 from .window import Window
 
-# So many elements are compared in each tensor of a loop's first item.
+# About so many elements are compared in each tensor or array of a loop's first item.
 NUM_ELEMENTS = 64
-# A tensor, torch's count of writes to it, and some elements, since numpy and others write without torch's knowledge.
-Look = tuple[Tensor, int | None, bytes]
 # A loader's state; the number of items yielded since; and whether it was taken before the first item of a pass.
 Position = tuple[Any, int, bool]
 NOTHING = object()
@@ -185,8 +183,6 @@ def num_items(job: Job, index: int) -> int:
     """The number of loader items in update `index`; warns if they do not make the batch that was requested."""
     config = job.config
     ranks = job.engine.peers.num_data_ranks
-    if isinstance(config.steps, int):
-        return config.steps
     if config.by_cost is not None:
         return 1
     if (given := config.steps_at(index)) is not None:
@@ -236,8 +232,8 @@ class Reader:
         # A state from before the first item may be that of an earlier pass's end, from which nothing comes first.
         self._may_be_over = position is not None and position[2]
         self._is_fresh = True
-        # The first item and how it looked, until the loop gets it.
-        self._first: tuple[Any, list[Look]] | None = None
+        # The first item, how it looked, and its tensors then, until the loop gets it.
+        self._first: tuple[Any, list[Any], list[Tensor]] | None = None
         # The loader's, raised after these items.
         self._error: Exception | None = None
         self._has_ended = False
@@ -265,7 +261,8 @@ class Reader:
             else:
                 drawn.append(item)
                 if self._is_fresh:
-                    self._first = (item, _look_at(item))
+                    alive: list[Tensor] = []
+                    self._first = (item, _look_at(item, alive), alive)
                 self._is_fresh = False
         if is_first_used and self._first is not None:
             self.settle_reuse()
@@ -334,10 +331,8 @@ class Reader:
         """Raises if the first item was written to, as by a loader that rotates buffers and came back to its first."""
         if self._first is None:
             return
-        item, before = self._first
-        now = _look_at(item)
-        pairs = zip(now, before, strict=False)
-        if len(now) != len(before) or not all(a[0] is b[0] and a[1:] == b[1:] for a, b in pairs):
+        item, look, _ = self._first
+        if _look_at(item, []) != look:
             raise DistaccumError(
                 "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
                 "but a window draws all its micro-batches before it runs; expected separate memory for each: yield "
@@ -384,15 +379,18 @@ def all_of(micro_batches: Any) -> list[Any]:
     return Reader(micro_batches).peek(sys.maxsize)[0]
 
 
-def _look_at(item: Any) -> list[Look]:
-    """The tensors of an item as they look now; reads nothing from a device."""
-    looks: list[Look] = []
-    for _, tensor in tensors_in(item):
-        elements = b""
-        if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
-            some = tensor.detach().reshape(-1)[:: -(-tensor.numel() // NUM_ELEMENTS)]
-            packed = some.clone(memory_format=torch.contiguous_format)
-            # Bytes, because NaN does not equal itself.
-            elements = bytes(packed.view(torch.uint8).tolist())
-        looks.append((tensor, own_version_of(tensor), elements))
-    return looks
+def _look_at(item: Any, alive: list[Tensor]) -> list[Any]:
+    """How an item looks now: tensors, which `alive` keeps, arrays, numbers and texts. Reads nothing from a device."""
+    if isinstance(item, Tensor):
+        alive.append(item)
+        # Numpy and others write without torch's knowledge. Bytes, because NaN does not equal itself.
+        elements: list[int] = []
+        if item.is_cpu and item.layout is torch.strided and not item.is_nested:
+            some = item.detach().reshape(-1)[:: 1 + item.numel() // NUM_ELEMENTS]
+            elements = some.clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist()
+        return [id(item), own_version_of(item), elements]
+    if type(item).__module__ == "numpy":
+        return [item.reshape(-1)[:: 1 + item.size // NUM_ELEMENTS].tobytes()]
+    if isinstance(item, str | bytes | int | float):
+        return [item]
+    return [look for child in entries_of(item).values() for look in _look_at(child, alive)]

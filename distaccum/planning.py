@@ -201,7 +201,6 @@ def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
     peers = job.engine.peers
     micros = batches.micros
     index = job.index
-    rank = job.engine.peers.rank
     names = tuple(mode.counts or job.config.counts)
     lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
@@ -210,7 +209,7 @@ def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
         steps=Span(batches.steps, batches.steps),
         agrees=Span(mode.agrees, mode.agrees),
         num_counted=Span(len(micros), len(micros)),
-        stranded=NOBODY if micros or job.substitute else Span(rank, rank),
+        stranded=NOBODY if micros or job.substitute else Span(peers.rank, peers.rank),
         has_more=not batches.no_more_after,
         lacks_terms=any(lacks),
         lacks_terms_in_last=any(lacks[-1:]),

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import DistaccumError
 from tests.support.windows import accumulating, run_window
 
 NUMBERS = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -45,10 +44,6 @@ class Streamed(IterableDataset):
         return iter(SAMPLES)
 
 
-def generator():
-    yield from batches()
-
-
 def with_workers(dataset):
     return DataLoader(dataset, batch_size=1, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
 
@@ -57,7 +52,7 @@ def with_workers(dataset):
 LOADERS = {
     "list": (batches, True),
     "restarting, returns itself": (Restarting, True),
-    "generator": (generator, False),
+    "generator": (lambda: (batch for batch in batches()), False),
     "__getitem__ alone": (Indexed, True),
     "DataLoader": (lambda: DataLoader(SAMPLES, batch_size=1), True),
     "IterableDataset": (lambda: DataLoader(Streamed(), batch_size=1), True),
@@ -99,32 +94,33 @@ def buffers_in_turn(number=3):
         yield buffers[i % number].copy_(batch)
 
 
-def reused_tensor():
-    return buffers_in_turn(1)
-
-
-def reused_dict():
-    made = {}
+def refilled(made, fill):
     for batch in batches():
-        made["x"] = batch
+        fill(made, batch)
         yield made
 
 
+REFILLED = {
+    "tensor": lambda: buffers_in_turn(1),
+    "dict": lambda: refilled({}, lambda made, batch: made.update(x=batch)),
+    "numpy's array": lambda: refilled({"x": np.empty((1, 1))}, lambda made, batch: np.copyto(made["x"], batch)),
+    "list": lambda: refilled([""], lambda made, batch: made.__setitem__(0, str(batch))),
+    "three tensors in turn": buffers_in_turn,
+}
+
+
 @pytest.mark.parametrize("steps", [1, 3, 4, 9])
-@pytest.mark.parametrize("loader", [reused_tensor, buffers_in_turn, reused_dict])
-def test_loader_that_yields_the_same_memory_again_is_refused(loader, steps):
+@pytest.mark.parametrize("name", REFILLED)
+def test_loader_that_yields_the_same_memory_again_is_refused(name, steps):
     """By windows() before the first forward; where a window holds no more than are safe, it is exact."""
-    model, accumulator = accumulating(nn.Linear(1, 1, bias=False), 1.0, steps=steps)
+    loader, (model, accumulator) = REFILLED[name], accumulating(nn.Linear(1, 1, bias=False), 1.0, steps=steps)
     if loader is buffers_in_turn and steps == 1:
         assert seen_in(accumulator.windows(loader()), model) == [[number] for number in NUMBERS]
         return
     with pytest.raises(DistaccumError, match=r"wrote to a micro-batch .* yield copies"):
-        if steps == 9:
-            accumulator.window(loader())
-        else:
-            windows = accumulator.windows(loader())  # which draws on while it is held
-            next(iter(next(windows)))
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), steps=4)
+        windows = accumulator.windows(loader())  # which draws on while it is held
+        next(iter(accumulator.window(loader()) if steps == 9 else next(windows)))
+    _, accumulator = accumulating(model, 1.0, steps=4)
     assert seen_in(accumulator.windows(batches()), model)[0] == NUMBERS[:4]
 
 
