@@ -95,7 +95,8 @@ class MicroBatchSize:
         self.wait = min(self.wait * 2, LONGEST_WAIT) if 0 < self.good < largest else FIRST_WAIT
         self.good = min(self.good, largest - 1)
         self.proofs = [proof for proof in self.proofs if proof[0] < largest]
-        self.size = max(self.good, -(-largest // 2))
+        # Another rank may cut larger than this one.
+        self.size = min(max(self.good, -(-largest // 2)), self.most or largest)
         self.too_large = largest
         self.since = 0
         return True
@@ -119,7 +120,7 @@ class MicroBatchSize:
         if self.since >= self.wait and self.size != self.most:
             # Half way to the size that did not fit, or that size itself.
             larger = max(self.size + 1, (self.size + self.too_large) // 2)
-            self.size = larger if self.most is None else min(larger, self.most)
+            self.size = min(larger, self.most or larger)
             self.since = 0
 
     def state(self) -> dict[str, Any]:

@@ -120,8 +120,7 @@ def test_loader_that_yields_the_same_memory_again_is_refused(name, steps):
     with pytest.raises(DistaccumError, match=r"wrote to a micro-batch .* yield copies"):
         windows = accumulator.windows(loader())  # which draws on while it is held
         next(iter(accumulator.window(loader()) if steps == 9 else next(windows)))
-    _, accumulator = accumulating(model, 1.0, steps=4)
-    assert seen_in(accumulator.windows(batches()), model)[0] == NUMBERS[:4]
+    assert seen_in(accumulating(model, 1.0, steps=4)[1].windows(batches()), model)[0] == NUMBERS[:4]
 
 
 @pytest.mark.parametrize("ahead", [True, False])

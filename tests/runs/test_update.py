@@ -171,6 +171,7 @@ def test_failed_attempt_frees_its_tensors(kind):
 
 def test_size_recovers_up_to_the_given_number():
     fit = MicroBatchSize(most=10)
+    assert fit.ran_out(40) and fit.size == 10  # on another rank, which may cut larger
     assert fit.ran_out(10) and fit.size == 5  # another program used the memory for a while
     seen = set()
     for _ in range(20 * FIRST_WAIT):
