@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import MultiplicativeLR, StepLR
 
 from distaccum import Accumulator
 from tests.support.ranks import may_have_children
@@ -88,8 +88,9 @@ class Job:
         self.passes: list[int] = []  # over a loader, in windows
         self.has_left = False
         optimizer = SGD(self.net.parameters(), lr=0.1)
-        schedule = LambdaLR(optimizer, lambda _: float(not self.visit(SCHEDULE)))
-        self.accumulator = Accumulator(self.model, optimizer, steps=STEPS, scheduler=schedule)
+        schedules = [MultiplicativeLR(optimizer, lambda _: float(not self.visit(SCHEDULE))), StepLR(optimizer, 1, 0.5)]
+        self.accumulator = Accumulator(self.model, optimizer, steps=STEPS, scheduler=schedules)
+        self.parts = [self.net, optimizer, *schedules, self.accumulator]
         optimizer.register_step_pre_hook(lambda *_: self.visit(PRE) or None)
         optimizer.register_step_post_hook(lambda *_: self.visit(POST) or None)
         self.loaders = [self.loader(which) for which in range(2 if "two" in kind else 1)]
@@ -123,11 +124,12 @@ class Job:
         return True
 
     def save(self) -> None:
-        self.saved = copy.deepcopy((self.net.state_dict(), self.accumulator.state_dict()))
+        self.saved = copy.deepcopy([part.state_dict() for part in self.parts])
 
-    def load(self, saved: Any) -> None:
-        self.net.load_state_dict(saved[0])
-        self.accumulator.load_state_dict(saved[1])
+    def load(self, saved: Any, order: int = 1) -> None:
+        """`order`: -1 loads the accumulator first."""
+        for part, state in list(zip(self.parts, saved, strict=True))[::order]:
+            part.load_state_dict(state)
 
     def go_through(self, loader: Any) -> None:
         self.passes.append(0)
@@ -198,7 +200,7 @@ def _wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
         if how != SAME:
             job = Job(kind)
         torch.manual_seed(99)
-        job.load(saved)
+        job.load(saved, (1, -1)[update % 2])
         if how == RELOADED:
             job.save()
             job, again = Job(kind), job.saved

@@ -19,7 +19,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.extensions import NoiseScale
@@ -351,42 +350,3 @@ def test_distributed_checkpoint_takes_an_accumulator():
     dcp.save({"accumulator": first}, checkpoint_id=folder[0])
     dcp.load({"accumulator": second}, checkpoint_id=folder[0])
     assert second.index == 2
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # torch's, of the first update's
-@pytest.mark.parametrize("order", ["the schedules first", "the accumulator first"])
-def test_schedule_that_had_yet_to_step_is_made_up(order):
-    """A hook after the optimizer's step takes the state of the next window, and schedules have yet to step."""
-
-    def made() -> Any:
-        torch.manual_seed(3)
-        model = trunk()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        schedules = [ExponentialLR(optimizer, 0.5), StepLR(optimizer, 2, 0.5)]
-        return model, optimizer, schedules, Accumulator(model, optimizer, steps=2, scheduler=schedules)
-
-    def rates_of(parts: Any, loader: Any) -> list[float]:
-        model, optimizer, _, accumulator = parts
-        rates = []
-        for window in accumulator.windows(loader):
-            run_window(window, model)
-            rates.append(optimizer.param_groups[0]["lr"])
-            window.step()
-        return rates
-
-    loader = [make_batch(2, seed=i) for i in range(8)]
-    whole, states = made(), []
-    model, optimizer, schedules, accumulator = whole
-    every = (model, optimizer, *schedules, accumulator)
-    optimizer.register_step_post_hook(lambda *_: states.append(copy.deepcopy([one.state_dict() for one in every])))
-    expected = rates_of(whole, loader)
-    for state in states:
-        again = made()
-        pairs = list(zip((*again[:2], *again[2], again[3]), state, strict=True))
-        for part, of_part in pairs if order == "the schedules first" else reversed(pairs):
-            part.load_state_dict(of_part)
-        assert again[3].state_dict()["due"] == 2
-        index = again[3].index
-        assert rates_of(again, loader[2 * index :]) == expected[index:]
-        assert all(map(torch.equal, model.state_dict().values(), again[0].state_dict().values()))
-        assert [one.last_epoch for one in again[2]] == [4, 4]
