@@ -13,6 +13,7 @@ from torch.optim import SGD, lr_scheduler  # noqa: F401  # in a table
 
 import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, count_samples, count_tokens
+from distaccum.extensions import NoiseScale, WideSums  # noqa: F401  # in a table
 from tests.support.problems import gradient_of_trunk, make_batch, trunk
 from tests.support.windows import error, gradient, hooked, loss_of, refused, rows_of, run_window, says, weights
 
@@ -107,6 +108,11 @@ extensions=[Judge(), Judge()] | ValueError: ... expected each once...
 extensions=[Nameless(), Nameless()] | ValueError: ... expected each once...
 extensions=[Judge()], optimizer=None | ValueError: ...Judge.judge skips where the library steps...
 extensions=[Blind()] | TypeError: Blind.judge(window) cannot be ... expected judge(self, window, gradient)...
+extensions=[WideSums(torch.int32)] | ValueError: WideSums(torch.int32), expected torch.float32 or torch.float64
+extensions=[WideSums("float32")] | ValueError: WideSums('float32'), expected torch.float32 or torch.float64
+extensions=[NoiseScale()], count={"a": len, "b": count_samples} | ... several denominators (a, b), expected one: ...
+model=sgd, optimizer=nn.Linear(2, 2) | TypeError: model=SGD without forward, ...; the model comes first...
+model=nn.DataParallel(trunk()) | ...DataParallel, which has no engine here; ...DeepSpeed and DistributedDataParallel ...
 """
 
 
@@ -114,8 +120,12 @@ extensions=[Blind()] | TypeError: Blind.judge(window) cannot be ... expected jud
 def test_wrong_argument_is_refused_at_once(arguments, sentence):
     model = trunk()
     sgd = SGD(model.parameters(), lr=0.1)
-    given = eval(f"dict({arguments})", {**globals(), "sgd": sgd})
-    assert says(sentence, refused(Accumulator, **{"model": model, "optimizer": sgd, **given}))
+
+    def make():
+        given = eval(f"dict({arguments})", {**globals(), "sgd": sgd})
+        Accumulator(**{"model": model, "optimizer": sgd, **given})
+
+    assert says(sentence, refused(make))
 
 
 # 2. Of an accumulator, and of its windows: "loop" in the place of backward, "then" after it, "after" the loop

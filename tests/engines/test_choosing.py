@@ -21,14 +21,6 @@ from tests.support.versions import needs
 from tests.support.windows import accumulating, refused, weights
 
 
-def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
-    net = nn.DataParallel(make_net())
-    message = refused(Accumulator, net, SGD(net.parameters(), lr=0.1))
-    assert "DataParallel, which has no engine here" in message
-    for known in ("DistributedDataParallel", "FSDP2 (fully_shard)", "FSDP1", "DeepSpeed"):
-        assert known in message
-
-
 def test_job_of_several_ranks_without_a_process_group_is_refused(monkeypatch):
     net = make_net()
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
@@ -92,12 +84,6 @@ def test_wrappers_that_cannot_accumulate_are_refused_with_their_own_cure():
         refused(Accumulator, sharded, one, sync="replicas"),
     ]
     assert [one for one in zip(said, CURES, strict=True) if one[1] not in one[0]] == []
-
-
-def test_swapped_model_and_optimizer_are_named():
-    net = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"model=SGD without forward.*the model comes first, then the optimizer"):
-        Accumulator(SGD(net.parameters(), lr=0.1), net)  # type: ignore[arg-type]
 
 
 class Summing(nn.Module):

@@ -110,13 +110,6 @@ def test_parts_and_heads_add_up_in_float32(name):
     assert_rounded_once(model, batches)
 
 
-@pytest.mark.parametrize("value", [torch.bfloat16, torch.int32, "float32"])
-def test_dtype_other_than_float32_or_float64_is_refused(value):
-    model = Linear()
-    with pytest.raises(ValueError, match=r"WideSums\(.*expected torch.float32 or torch.float64"):
-        Accumulator(model, steps=1, extensions=[WideSums(value)])
-
-
 def test_overflow_of_the_rounded_sum_skips_the_update():
     model = Linear(torch.float16, alone=True)
     _, window = accumulate(model, [torch.full((1, SIZE), 60000.0)] * 2, on_nonfinite="skip", max_norm=1.0)
