@@ -47,12 +47,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free() -> None:
-    """Frees reference cycles that hold tensors, and the cached blocks of a device."""
+    """Frees reference cycles that hold tensors, and the cached blocks of the device that torch computes on."""
     gc.collect()
-    for name in ("cuda", "xpu", "mps"):
-        module = getattr(torch, name, None)
-        if module is not None and module.is_available() and getattr(module, "is_initialized", bool)():
-            module.empty_cache()
+    device = torch.get_device_module()
+    # The host has none.
+    if hasattr(device, "empty_cache"):
+        device.empty_cache()
 
 
 @dataclass
