@@ -97,12 +97,10 @@ class Agreement(Extension):
 def run_all(window: Window, loss_fn: LossFn) -> None:
     for micro_batch in window:
         loss = loss_fn(micro_batch)
-        if not isinstance(loss, Mapping):
-            window.backward(loss)
-        elif loss:
+        if isinstance(loss, Mapping):
             window.backward(**loss)
         else:
-            raise ValueError("loss_fn gave a dict without a loss, expected one for each name")
+            window.backward(loss)
 
 
 def refuse_closure(engine: Engine, call: str) -> None:

@@ -18,7 +18,7 @@ BUDGETS = {
     "wrappers": (520, 560),
     "meshes": (330, 401),
     "state": (210, 229),
-    "runs": (680, 829),
+    "runs": (680, 827),
     "trainers": (300, 395),
     "tools": (320, 390),
     "extensions": (200, 216),
