@@ -126,10 +126,8 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
 
     def teardown(self, *_: Any, **__: Any) -> None:
         self._stack.close()
-        self._noted = None
 
-    def on_exception(self, *_: Any) -> None:
-        self.teardown()
+    on_exception = teardown
 
     def _training_step(self, trainer: Any, run: Callable[..., Any], *args: Any) -> Any:
         """Notes the count and the loss as the module's training_step returns, which a strategy calls by its name."""
