@@ -1,7 +1,6 @@
 """DDP on real gloo ranks: the law, and the cost of reductions."""
 
 import copy
-import itertools
 from unittest.mock import patch
 
 import pytest
@@ -15,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from distaccum import Accumulator, count_samples, count_tokens
+from distaccum import Accumulator
 from tests.support.counting import Counting
 from tests.support.inside import storages_kept
-from tests.support.oracle import everything, own
-from tests.support.problems import Choosing, join, make_batch, make_net, make_net_without_router, trunk
+from tests.support.oracle import choices, choices_off, everything, loss_of_choice, own
+from tests.support.problems import Choosing, make_batch, make_net, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, loss_of, refused, run_window, weights
 
@@ -170,45 +169,20 @@ def test_rebuilt_buckets_leave_no_old_ones_behind():
     assert layouts[1] == layouts[2] > 1, "several buckets"
 
 
-def choosing():
-    net = Choosing()
-    del net.layers[2]
-    return net
-
-
-BRANCHES = [[make_batch(2, seed=2 * rank + i) for i in range(2)] for rank in range(2)]
-EVERYWHERE = {(rank, i) for rank in range(2) for i in range(2)}
-
-
-def layers(rank, i, used):
-    return "01" if (rank, i) in used else "0"
-
-
-def run_branches(ddp, window, used):
-    """`used` has the (rank, micro-batch) that use the second layer."""
-    for i, batch in enumerate(window):
-        window.backward(ddp(batch["x"], layers(dist.get_rank(), i, used)).square().mean())
-    return window
-
-
-def branches_off(ddp, used):
-    plain = copy.deepcopy(ddp.module)
-    plain.zero_grad()
-    for r, i in sorted(EVERYWHERE):
-        (plain(BRANCHES[r][i]["x"], layers(r, i, used)).square().mean() / 4).backward()
-    return error(gradient(ddp), gradient(plain))
+# The layers that each micro-batch of each rank uses, in consecutive windows
+EVERYWHERE, NOWHERE = [["012", "012"]] * 2, [["0", "0"]] * 2
+USES = [NOWHERE, [["01", "01"], ["0", "0"]], [["0", "0"], ["0", "01"]], NOWHERE, [["01", "0"]] * 2, EVERYWHERE]
 
 
 @on_ranks(2)
 def test_parameter_left_out_of_the_last_backward_is_named():
-    ddp, accumulator = accumulating(DistributedDataParallel(choosing()), 0.1)
-    before, mine = weights(ddp), BRANCHES[dist.get_rank()]
-    message = refused(lambda: run_branches(ddp, accumulator.window(mine), {(0, 0), (1, 0)}))
+    ddp, accumulator = accumulating(DistributedDataParallel(Choosing()), 0.1)
+    before = weights(ddp)
+    message = refused(choices_off, ddp, accumulator, [["012", "02"]] * 2)
     assert torch.equal(weights(ddp), before)
-    run_branches(ddp, accumulator.window(mine), EVERYWHERE)
     assert "layers.1.weight, layers.1.bias took no part in the last backward" in message
     assert "find_unused_parameters=True" in message
-    assert branches_off(ddp, EVERYWHERE) <= 1e-12, "the next window is exact"
+    assert choices_off(ddp, accumulator, EVERYWHERE) <= 1e-12, "the next window is exact"
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
@@ -216,71 +190,16 @@ def test_parameter_left_out_of_the_last_backward_is_named():
 @on_ranks(2)
 def test_parameters_that_some_or_no_micro_batches_use_are_exact(after, view):
     """DDP remembers which parameters took part until it reduces, and would fail on a missing gradient."""
-    ddp = DistributedDataParallel(choosing(), find_unused_parameters=True, gradient_as_bucket_view=view)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1, weight_decay=0.5))
-    mine = BRANCHES[dist.get_rank()]
+    ddp = DistributedDataParallel(Choosing(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
     if after == "left":
-        for batch in (window := accumulator.window(mine)):
-            window.backward(ddp(batch["x"], "01").square().mean())
+        for item in (window := accumulator.window(choices(EVERYWHERE)[dist.get_rank()])):
+            window.backward(loss_of_choice(ddp, item))
             break
     elif after == "dry":
-        run_branches(ddp, accumulator.window(mine if dist.get_rank() == 0 else []), EVERYWHERE).step()
-    for used in [set(), {(0, 0), (0, 1)}, {(1, 1)}, set(), {(0, 0), (1, 0)}, EVERYWHERE]:
-        before = ddp.module.layers[1].weight.detach().clone()
-        window = run_branches(ddp, accumulator.window(mine), used)
-        wrong = branches_off(ddp, used)
-        window.step()
-        is_unchanged = torch.equal(ddp.module.layers[1].weight, before)  # no weight decay on it
-        assert wrong <= 1e-12 and is_unchanged == (not used), used
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def forward(self, x):
-        hidden = self.net.body(x)
-        return self.net.head(hidden), self.net.router(hidden)
-
-
-def two_losses(model, batch):
-    logits, router = model(batch["x"])
-    of_tokens = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    return {"tokens": of_tokens, "samples": router.square().mean()}, 0 * (logits.sum() + router.sum())
-
-
-@pytest.mark.parametrize(
-    ("by", "find_unused", "sync", "empty_on"),
-    [
-        ("names", False, "last", [1]),
-        *(("parts", *rest) for rest in itertools.product([True, False], ["last", "every"], [[0, 1], [1]])),
-    ],
-)
-@on_ranks(2)
-def test_term_or_part_without_a_count_is_left_out(by, find_unused, sync, empty_on):
-    """Errors of windows of which no, the last and the first micro-batch of the ranks in `empty_on` has no tokens."""
-    ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=find_unused)
-    count = {"tokens": count_tokens("labels"), "samples": count_samples}
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), count=count, sync=sync)
-    wrongs = []
-    for position in (None, 2, 0):
-        batches = [[make_batch(2, seed=10 * r + i) for i in range(3)] for r in range(2)]
-        for r in empty_on if position is not None else ():
-            batches[r][position] = make_batch(3, seed=5, kept=0.0)
-        window = accumulator.window(batches[dist.get_rank()])
-        for batch in window:
-            if by == "names":
-                window.backward(**two_losses(ddp, batch)[0])
-                continue
-            for task in window.parts(["samples", "tokens"]):
-                losses, nothing = two_losses(ddp, batch)
-                window.backward(**{task: losses[task] if find_unused else losses[task] + nothing})
-        plain = TwoHeads()
-        sum(two_losses(plain, join(batches[0] + batches[1]))[0].values()).backward()
-        wrongs.append(error(gradient(ddp), gradient(plain)))
-        window.step()
-    assert max(wrongs) <= 1e-12
+        assert choices_off(ddp, accumulator, [EVERYWHERE[0], []]) <= 1e-12
+    for uses in USES:
+        assert choices_off(ddp, accumulator, uses) <= 1e-12, uses
 
 
 REFUSED = {

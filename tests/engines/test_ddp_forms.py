@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from distaccum import Accumulator
 from tests.support.counting import Counting
-from tests.support.oracle import everything, gradients_off, own
-from tests.support.problems import Choosing, make_batch, make_net_without_router, micro_batches_of, trunk
+from tests.support.oracle import choices, everything, gradients_off, own
+from tests.support.problems import Choosing, make_batch, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, gradient_of, loss_of, refused, run_window
 
@@ -244,11 +244,11 @@ def test_steps_by_hand_know_nothing_of_the_parameters_that_a_left_window_used():
 
 @on_ranks(2)
 def test_rank_whose_last_micro_batch_uses_no_parameter_of_ddp_reduces_too():
-    ddp, layout = DistributedDataParallel(Choosing(), find_unused_parameters=True), [[2, 2]] * 2
+    ddp = DistributedDataParallel(Choosing(), find_unused_parameters=True)
     plain, scale = copy.deepcopy(ddp.module), nn.Parameter(torch.ones(5, dtype=torch.float64))
     accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.0))
     for uses in ([["0", ""], ["1", "01"]], [["01", "1"], ["", ""]]):
-        batches = [list(zip(micro_batches_of(layout, 0, r), uses[r], strict=True)) for r in range(2)]
+        batches = choices(uses)
         window, everyone = accumulator.window(batches[dist.get_rank()]), batches[0] + batches[1]
         for batch, used in window:
             window.backward((ddp(batch["x"], used) * scale).square().mean())

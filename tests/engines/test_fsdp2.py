@@ -13,19 +13,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW
 
-from distaccum import Accumulator, count_samples, count_tokens
+from distaccum import Accumulator, count_samples
 from tests.support.counting import Counting
 from tests.support.engines import fully_sharded
-from tests.support.oracle import everything, gradients_off, own
+from tests.support.oracle import choices_off, everything, gradients_off, own
 from tests.support.problems import (
     Choosing,
-    join,
     make_batch,
     make_net,
     make_net_without_router,
     micro_batches_of,
     sample_loss,
-    token_loss,
 )
 from tests.support.ranks import on_ranks
 from tests.support.versions import has, needs
@@ -106,17 +104,7 @@ def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
         model = fully_shard(Choosing())
         accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
         for turn, uses in enumerate(turns):
-            plain = Choosing()
-            drawn = [list(zip(micro_batches_of(EVEN, turn, r), uses[r], strict=False)) for r in range(2)]
-            window = accumulator.window(drawn[dist.get_rank()])
-            for batch, which in window:
-                window.backward(model(batch["x"], which).square().mean())
-            for batch, which in drawn[0] + drawn[1]:
-                share = len(batch["x"]) / window.counts["samples"]
-                (plain(batch["x"], which).square().mean() * share).backward()
-            nones = [[key for key, p in net.named_parameters() if p.grad is None] for net in (model, plain)]
-            seen[name, turn] = error(gradient(model), gradient(plain)) <= 1e-10 and nones[0] == nones[1]
-            window.step()
+            seen[name, turn] = choices_off(model, accumulator, uses) <= 1e-10
     assert [case for case, right in seen.items() if not right] == []
 
 
@@ -126,18 +114,13 @@ def test_other_parameters_on_each_rank_are_refused_where_torch_would_add_them_up
     """Before torch 2.15 a rank's reduction leaves out what it did not use; those of one size would be mixed."""
     said = {}
     for name in ("each rank another", "no rank uses one", "not in the last micro-step", "told"):
-        model, uses = fully_shard(Choosing()), USES.get(name, USES["each rank another"])[0][dist.get_rank()]
+        model, uses = fully_shard(Choosing()), USES.get(name, USES["each rank another"])[0]
         if name == "told":
             model.set_reduce_scatter_unused_params(True)
         before = weights(model)
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), sync=sync)
-
-        def run() -> None:
-            window = accumulator.window(list(zip(own(EVEN, 0), uses, strict=False)))  # noqa: B023
-            run_window(window, model, lambda model, item: model(item[0]["x"], item[1]).square().mean()).step()  # noqa: B023
-
         with patch("distaccum.engines.private.fsdp2.reduce_unused"):  # as before torch 2.15
-            said[name] = refused(run)
+            said[name] = refused(choices_off, model, accumulator, uses)
         assert torch.equal(weights(model), before) == (said[name] != "nothing")
     assert "layers.1.weight, layers.1.bias, layers.2.weight" in said.pop("each rank another")
     assert set(said.values()) == {"nothing"}
@@ -180,42 +163,6 @@ def test_model_absent_from_the_last_part_is_reduced(sync):
             window.backward(loss_of(model, batch))
     exact = gradient_of(make_net_without_router(), everything(EVEN))
     assert max([error(gradient(model), exact) for model in models]) <= 1e-10
-
-
-NAMED = {"tokens": count_tokens("labels"), "samples": count_samples}
-
-
-def leaves_out_a_name(wrap: str, sync: str, empty: int) -> float:
-    """Micro-batch `empty` of rank 0 has no tokens."""
-    model = make_net()
-    if wrap == "layers":
-        for layer in (model.body[0], model.body[2], model.head):
-            fully_shard(layer)
-    optimizer = SGD(fully_shard(model).parameters(), lr=0.0)
-    accumulator = Accumulator(model, optimizer, sync=sync, count=NAMED)
-    world = dist.get_world_size()
-    batches = [
-        [make_batch(2, seed=10 * r + i, kept=0.6 * ((r, i) != (0, empty))) for i in range(empty + 1)]
-        for r in range(world)
-    ]
-    worst = 0.0
-    for _ in range(2):  # parameters that a skipped backward leaves gathered would show in the next window
-        window = accumulator.window(batches[dist.get_rank()])
-        for batch in window:
-            window.backward(tokens=token_loss(model, batch), samples=sample_loss(model, batch))
-        joined = join([batch for mine in batches for batch in mine])
-        exact = gradient_of(make_net(), joined, lambda *both: token_loss(*both) + sample_loss(*both))
-        worst = max(worst, error(gradient(model), exact))
-        window.step()
-    return worst
-
-
-def test_term_without_a_count_is_left_out_with_one_group_or_gathered_and_else_refused(ranks):
-    for arguments in (("root", "last", 2), ("layers", "gathered", 1), ("layers", "gathered", 2)):
-        assert max(ranks(2).run(leaves_out_a_name, *arguments)) <= 1e-10
-    for message in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
-        assert "count of 0 for one of ['tokens', 'samples']" in message
-        assert "sync='gathered'" in message
 
 
 @on_ranks(2)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 
-from distaccum import DistaccumError
-from tests.support.engines import EVEN, KINDS, LAYOUTS, Run, windows_off
-from tests.support.problems import CASES, sample_loss
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from tests.support.engines import EVEN, KINDS, LAYOUTS, Run, windows_off, wrapped
+from tests.support.oracle import step_off
+from tests.support.problems import CASES, Batch, join, make_batch, make_net_without_router, sample_loss, token_loss
 from tests.support.ranks import on_ranks
 from tests.support.windows import refused
 
@@ -176,6 +178,49 @@ def test_overflow_of_one_rank_skips_the_update_on_all(name, where):
         assert f"is not finite ({place}" in reason
     assert torch.equal(run.weights(), before)
     assert_next_are_exact(run)
+
+
+NAMED = {"tokens": (token_loss, count_tokens("labels")), "samples": (sample_loss, count_samples)}
+LEFT_OUT = [("DDP", "last", "names"), ("DDP", "every", "parts"), ("DDP find", "last", "parts")]
+LEFT_OUT += [("FSDP2, root only", "last", "names"), ("FSDP2", "gathered", "names"), ("ZeRO 1", "last", "parts")]
+LEFT_OUT += [(name, "last", "refused") for name in ("FSDP2", "ZeRO 3")]
+
+
+def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return token_loss(model, batch) + sample_loss(model, batch)
+
+
+@pytest.mark.parametrize(("name", "sync", "by"), LEFT_OUT)
+@on_ranks(2)
+def test_loss_in_which_nothing_counts_is_left_out_or_refused(name, sync, by):
+    """In one micro-batch of a rank, or of all: the last, whose backward reduces, and the first."""
+    kind = KINDS.get(name, KINDS["DDP"])
+    model, optimizer, read = wrapped(name, make_net_without_router().to(kind.dtype))
+    accumulator = Accumulator(model, optimizer, sync=sync, count={term: count for term, (_, count) in NAMED.items()})
+
+    def run(batch: Batch) -> None:
+        if by == "names":
+            window.backward(**{term: loss_fn(model, batch) for term, (loss_fn, _) in NAMED.items()})
+        else:
+            for term in window.parts(["samples", "tokens"]):
+                window.backward(**{term: NAMED[term][0](model, batch)})
+
+    for place, empty in ((2, [1]), (1, [0]), (2, [0, 1]), (0, [0, 1])):
+        kept = {(r, place): 0.0 for r in empty}
+        drawn = {
+            (r, i): make_batch(2, seed=10 * r + i, kept=kept.get((r, i), 0.6), dtype=kind.dtype)
+            for r in range(2)
+            for i in range(3)
+        }
+        mine = [batch for (r, _), batch in drawn.items() if r == dist.get_rank()]
+        if by == "refused":
+            said = refused(accumulator.window, mine)
+            assert "count of 0 for one of ['tokens', 'samples']" in said
+            assert "sync='gathered'" in said or name == "ZeRO 3"
+            continue
+        window, whole = accumulator.window(mine), join([*drawn.values()])
+        whole["x"] = whole["x"].double()
+        assert max(step_off(model, window, make_net_without_router(), whole, summed, run, read=read)) <= kind.bound
 
 
 @pytest.mark.long

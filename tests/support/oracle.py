@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.problems import Batch, join, make_net_without_router, micro_batches_of
+from tests.support.problems import Batch, Choosing, join, make_net_without_router, micro_batches_of
 from tests.support.windows import error, gradient, gradient_of, loss_of, run_window, weights
 
 Layout = Sequence[Sequence[int]]  # the sizes of a window's micro-batches by rank
@@ -39,6 +39,30 @@ def gradients_off(
         found.append(error(gradient(model), gradient_of(make(), everything(layout, index), loss_fn)))
         window.step()
     return found
+
+
+def choices(uses: Sequence[Sequence[str]]) -> list[list[tuple[Batch, str]]]:
+    """The micro-batches of all ranks, each with the layers of a `Choosing` that it uses."""
+    layout = [[2] * len(of_rank) for of_rank in uses]
+    return [list(zip(micro_batches_of(layout, 0, rank), used, strict=True)) for rank, used in enumerate(uses)]
+
+
+def loss_of_choice(model: nn.Module, item: tuple[Batch, str]) -> Tensor:
+    batch, used = item
+    return model(batch["x"], used).square().mean()
+
+
+def choices_off(model: nn.Module, accumulator: Any, uses: Sequence[Sequence[str]]) -> float:
+    """The error of the gradient of a `Choosing` in a window; infinity where other parameters have none."""
+    drawn, plain = choices(uses), Choosing()
+    nn.utils.vector_to_parameters(weights(model).clone(), plain.parameters())
+    window = run_window(accumulator.window(drawn[dist.get_rank()]), model, loss_of_choice)
+    everyone = [item for of_rank in drawn for item in of_rank]
+    sum(loss_of_choice(plain, item) / len(everyone) for item in everyone).backward()
+    lacks = [[parameter.grad is None for parameter in net.parameters()] for net in (model, plain)]
+    wrong = error(gradient(model), gradient(plain))
+    window.step()
+    return wrong if lacks[0] == lacks[1] else math.inf
 
 
 class Off(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from distaccum import Accumulator, count_samples, count_tokens
+from distaccum import Accumulator, count_samples
 from tests.support.counting import Counting
 from tests.support.engines import (
     COALESCES,
@@ -25,12 +25,8 @@ from tests.support.engines import (
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import (
     Choosing,
-    join,
     make_batch,
-    make_net,
     make_net_without_router,
-    sample_loss,
-    token_loss,
 )
 from tests.support.ranks import on_ranks
 from tests.support.versions import has, needs
@@ -236,32 +232,6 @@ def test_check_and_heads_are_refused():
     window = accumulator.window(own(EVEN, 0, F32))
     said = refused(lambda: next(window.heads(engine(next(iter(window))["x"]), [1, 2])))
     assert "heads() with DeepSpeed, whose backward takes losses" in said
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_part_without_a_count_is_left_out_below_stage_3_and_there_refused(stage):
-    engine, _, _ = initialize(stage, make_net().float())
-    accumulator = Accumulator(engine, count={"tokens": count_tokens("labels"), "samples": count_samples})
-    batches = [
-        [make_batch(2, seed=10 * r + i, kept=0.6 * ((r, i) != (0, 2)), dtype=F32) for i in range(3)] for r in range(2)
-    ]
-    if stage == 3:
-        said = refused(accumulator.window, batches[dist.get_rank()])
-        assert "count of 0 for one of ['tokens', 'samples']" in said
-        return
-    whole = join(batches[0] + batches[1])
-    window = accumulator.window(batches[dist.get_rank()])
-
-    def run(batch: Any) -> None:
-        for name in window.parts(["tokens", "samples"]):
-            window.backward(**{name: (token_loss if name == "tokens" else sample_loss)(engine, batch)})
-
-    def both(net: nn.Module, batch: Any) -> torch.Tensor:
-        return token_loss(net, batch) + sample_loss(net, batch)
-
-    whole["x"] = whole["x"].double()
-    assert max(step_off(engine, window, make_net(), whole, both, run, read=zero_weights)) <= 1e-5
 
 
 class Towers(nn.Module):
