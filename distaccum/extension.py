@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -102,25 +101,11 @@ def join_all(extensions: Sequence[Extension], job: Job, first: Extension) -> Non
         raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")
     every = [first, *extensions]
     for extension in every:
-        if type(extension).judge is not Extension.judge:
-            _refuse_judge(extension, job)
+        if type(extension).judge is not Extension.judge and not job.steps:
+            raise ValueError(
+                f"{type(extension).__name__}.judge skips where the library steps, and no optimizer was given; pass it, "
+                "or skip yourself before window.step()"
+            )
         extension.join(job)
     job.extensions = tuple(extensions)
     job.hooks = hooks_of(every)
-
-
-def _refuse_judge(extension: Extension, job: Job) -> None:
-    """Raises if `judge` cannot be called, or cannot skip."""
-    name = f"{type(extension).__name__}.judge"
-    if not job.steps:
-        raise ValueError(
-            f"{name} skips where the library steps, and no optimizer was given; pass it, or skip yourself before "
-            "window.step()"
-        )
-    try:
-        signature(extension.judge).bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"{name}{signature(extension.judge)} cannot be called with a window and its gradient, expected "
-            "judge(self, window, gradient); gradient.norm is the norm of the whole gradient"
-        ) from error
