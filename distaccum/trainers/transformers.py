@@ -311,12 +311,11 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Records the update that the Trainer made."""
         trainer = self._trainer
-        accelerator = self._trainer.accelerator
+        accelerator = trainer.accelerator
         stepped = not accelerator.optimizer_step_was_skipped
-        trainer.update = update = self._late.record(trainer.state.global_step - 1, self.norm, stepped=stepped)
-        if accelerator.scaler is not None and not any(update.counts.values()):
-            # The Trainer's clipping unscaled it.
-            forget(accelerator.scaler, [trainer.optimizer.optimizer])
+        trainer.update = self._late.record(trainer.state.global_step - 1, self.norm, stepped=stepped)
+        # Otherwise it would refuse the next clipping if that of this update was followed by no step.
+        forget(accelerator.scaler, [trainer.optimizer.optimizer])
 
 
 def _sum_for_a_mean(losses: Sequence[float | None]) -> float:
