@@ -132,8 +132,7 @@ def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, 
 
 def _encode_all(job: Job, encode: Encode, window: Window) -> list[list[Tensor]]:
     """This rank's representations, by micro-batch, without a graph."""
-    substitute = [] if window.substitute is None else [window.substitute]
-    stand_ins = substitute * (window.num_micro_steps - len(window))
+    stand_ins: list[Any] = [window.substitute] * (window.num_micro_steps - len(window))
     with torch.no_grad():
         encoded = [_tensors_of(encode(fresh(micro.batch))) for micro in (*window.micros, *stand_ins)][: len(window)]
     # Torch 2.9 would reuse weights that it cast without a graph.
