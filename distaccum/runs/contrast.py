@@ -202,13 +202,14 @@ def _differentiate(
             refuse_loss(loss, "loss_fn gave")
         # A backward hook may change the loss in place.
         value = loss.detach().clone()
-        known = set(map(id, wanted))
+        hidden = job.engine.parameters() if "parameters" in job.engine.owns else []
+        known = {*map(id, wanted)} - {*map(id, hidden)}
         leaves = [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
         if others := [leaf for leaf in leaves if id(leaf) not in known]:
             raise DistaccumError(
-                f"loss_fn depends on a tensor of shape {list(others[0].shape)} that requires a gradient and is no "
-                "parameter of the model or the optimizer as they hold it; give it to the optimizer, use what FSDP "
-                "wraps in encode() alone (of a sharded parameter, .full_tensor() may be used), or detach() it"
+                f"loss_fn depends on a tensor of shape {list(others[0].shape)} that requires a gradient, expected "
+                "whole parameters of the model or the optimizer; use what FSDP or ZeRO shards in encode() alone (or "
+                "FSDP2's .full_tensor()), give others, outside of the wrapper, to the optimizer, or detach() them"
             )
         seed = scale.to(loss.device, loss.dtype)
         scaled = torch.autograd.grad(loss, wanted, grad_outputs=seed, allow_unused=True)
@@ -224,12 +225,6 @@ def _differentiate(
     unscaled = iter(None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled)
     gradients = [next(unscaled) if tensor.requires_grad else None for tensor in representations]
     of_parameters = [(p, g) for p, g in zip(parameters, unscaled, strict=True) if g is not None]
-    hidden = {*map(id, job.engine.parameters())} if "parameters" in job.engine.owns else ()
-    if any(id(p) in hidden for p, _ in of_parameters):
-        raise DistaccumError(
-            f"loss_fn uses a parameter that {job.engine.name} shards, of which a rank has a part; use it in "
-            "encode(), or keep it outside the wrapper and give it to an optimizer"
-        )
     return value, gradients, of_parameters
 
 
