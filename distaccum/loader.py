@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from types import FunctionType
 from typing import Any, Generic, final
 
 import torch
@@ -59,7 +60,7 @@ def _windows(
     job = planner.job
     reading = Loader(planner, loader, ahead=ahead)
     left = ExitStack()
-    left.callback(reading.leave, loader)
+    left.callback(reading.leave)
     try:
         for adapter in job.adapters:
             left.enter_context(adapter.reading(loader, reading.is_in_last))
@@ -97,12 +98,14 @@ class Loader:
         self._reads_ahead = ahead and not self._communicates
         # The number of loader items in the window that is planned, and in the one after it.
         self._num = self._num_ahead = 0
-        # An iterator whose loop was left goes on with what was drawn of it.
-        kept = next((reader for reader in planner.left if reader.of() is loader), None)
-        planner.left = [reader for reader in planner.left if reader is not kept and reader.of() is not None]
+        # What was drawn of an iterator comes first, even if a loop that was left is still held.
+        kept = next((reader for reader in planner.readers if reader.of() is loader and reader.has_items), None)
         # An empty loader has a reason if it was left before, or a state was just loaded.
         self._may_be_empty = kept is not None or job.random.loaded is not None
         self._reader: Reader = planner.place.open(loader, kept)
+        self._reader.num_loops += 1
+        others = [one for one in planner.readers if one is not kept and one.is_kept_beside(self._reader)]
+        planner.readers = [*others, self._reader]
 
     def next_window(self) -> Window:
         """Plans the next window, which is empty if no rank has a micro-batch left."""
@@ -125,10 +128,9 @@ class Loader:
         if not self._num_ahead:
             # From here on the loop may write to the items.
             self._reader.settle_reuse()
+        self._may_be_empty |= not is_over
         if is_over:
             job.start = before
-        else:
-            self._may_be_empty = True
         return window
 
     def pace(self, micro_step: int, num_micro_steps: int) -> None:
@@ -151,21 +153,16 @@ class Loader:
                 "trained; make a generator anew for each epoch, and look at an empty loader's dataset and drop_last",
             )
 
-    def leave(self, loader: Any) -> None:
+    def leave(self) -> None:
         """Stops drawing, because the loop over windows() is over; keeps what was drawn of an iterator."""
         self._num_ahead = 0
-        if self._reader.leave(loader):
-            is_weak = isinstance(self._reader.of, weakref.ref)
-            # Of strong references, only the last is kept.
-            others = [other for other in self._planner.left if is_weak or isinstance(other.of, weakref.ref)]
-            self._planner.left = [*others, self._reader]
+        self._reader.leave()
 
     def _expected(self, index: int) -> int:
         """The number of items in a window to come; 0 if that fails, as requesting the window then does."""
-        try:
+        with suppress(Exception):
             return num_items(self._job, index)
-        except Exception:
-            return 0
+        return 0
 
     def _batches(self, index: int) -> Batches:
         # In case the next line raises.
@@ -212,7 +209,8 @@ class Reader:
     Attributes:
         drawn: The items that are not used yet.
         tells_state: The loader has a state.
-        of: A reference to the iterator of which items are kept, because its loop was left.
+        of: A reference to the iterator of which items are kept if its loop is left; of any other loader, to None.
+        num_loops: The loops over windows() that read it, or may go on to.
     """
 
     # It holds no Place, which holds it: the models of a dropped accumulator are freed at once.
@@ -239,7 +237,8 @@ class Reader:
         # The loader's, raised after these items.
         self._error: Exception | None = None
         self._has_ended = False
-        self.of: Callable[[], Any] = bool
+        self.of: Callable[[], Any] = reference(loader) if isinstance(loader, Iterator) else type(None)
+        self.num_loops = 0
 
     def fill(self, num: int, *, is_first_used: bool = False) -> bool:
         """Draws until there are `num` items, or the loader ends or fails; returns whether there are `num`.
@@ -320,8 +319,7 @@ class Reader:
         """Up to `num` items, drawn where they are missing, which stay until `use`; and whether these are the last."""
         if not self.fill(num) and self._error is not None:
             raise self._error
-        if len(self.drawn) > 1:
-            self._refuse_reuse()
+        self._refuse_reuse()
         return self.drawn[:num], self._has_ended and len(self.drawn) <= num
 
     def settle_reuse(self) -> None:
@@ -331,9 +329,7 @@ class Reader:
 
     def _refuse_reuse(self) -> None:
         """Raises if the first item was written to, as by a loader that rotates buffers and came back to its first."""
-        if self._first is None:
-            return
-        item, look, _ = self._first
+        item, look, _ = self._first or (None, [], [])
         if _look_at(item, []) != look:
             raise DistaccumError(
                 "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
@@ -347,20 +343,29 @@ class Reader:
         self._error = None if is_why else self._error
         return is_why
 
-    def leave(self, loader: Any) -> bool:
-        """Releases the `loader`, since the caller left the loop; returns whether items of an iterator are kept."""
-        self._position = self.position()
-        self._loader = self._iterator = None
-        self._before_opening = bool
-        if not isinstance(loader, Iterator):
-            self.drawn = []
-            self._first = self._error = None
-            return False
-        self.of = reference(loader)
+    @property
+    def has_items(self) -> bool:
+        """True if items, or an error, were drawn and are not used yet."""
         return bool(self.drawn or self._error)
 
+    def is_kept_beside(self, other: Reader) -> bool:
+        """True if a loop reads it, or items are left of an iterator that lives; of strong references, of the last."""
+        are_strong = isinstance(self.of, FunctionType) and isinstance(other.of, FunctionType)
+        return self.of() is not None and (self.num_loops > 0 or (self.has_items and not are_strong))
+
+    def leave(self) -> None:
+        """Releases the loader when the last loop is left; keeps items of an iterator."""
+        self.num_loops -= 1
+        if not self.num_loops:
+            self._position = self.position()
+            self._loader = self._iterator = None
+            self._before_opening = bool
+            if self.of() is None:
+                self.drawn = []
+                self._first = self._error = None
+
     def resume(self, iterator: Iterator[Any]) -> None:
-        """Goes on with the iterator that was left."""
+        """Goes on with the iterator, whose loop was left."""
         self._loader = iterator
         self._iterator = iter(iterator)
 

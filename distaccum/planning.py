@@ -32,14 +32,14 @@ class Planner:
 
     Attributes:
         place: The loader's position, for a state; None in a trial.
-        left: Readers of iterators whose loop was left, with items that were drawn of them.
+        readers: Of the loops over `windows()`; of those that were left, only with items that were drawn of an iterator.
     """
 
     def __init__(self, job: Job, place: Any = None) -> None:
         self.job = job
         self.place = place
         self._window: weakref.ref[Window] | None = None
-        self.left: list[Any] = []
+        self.readers: list[Any] = []
         _guard_steps(self)
 
     @property
@@ -51,7 +51,7 @@ class Planner:
         """The state of a deep copy with model and optimizer: `copy.deepcopy((model, optimizer, accumulator))`."""
         if self.window is not None:
             refuse_copy(self.window)
-        return {**self.__dict__, "_window": None}
+        return {**self.__dict__, "_window": None, "readers": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
