@@ -64,7 +64,8 @@ def _windows(
     try:
         for adapter in job.adapters:
             left.enter_context(adapter.reading(loader, reading.is_in_last))
-        while (window := reading.next_window()).plan.num_drawn:
+        # A batch without rows, cut by cost, is a window too.
+        while (window := reading.next_window()).plan.num_drawn or window.plan.has_more:
             try:
                 yield window
             except GeneratorExit:
@@ -120,8 +121,8 @@ class Loader:
                 # The others wait for this rank inside the loader, where no report of an error reaches them.
                 all_or_none((), batches.take_error(), "")
         window = planner.window_of(batches, pace=self.pace)
-        is_over = not window.plan.num_drawn
-        is_last = is_over or not window.plan.has_more
+        is_last = not window.plan.has_more
+        is_over = is_last and not window.plan.num_drawn
         planner.place.is_read = is_last
         self._reader.use(self._num)
         self._num_ahead = self._expected(job.index + 1) if self._reads_ahead and not is_last else 0
