@@ -154,7 +154,8 @@ def goes_whole(path: KeyPath, whole: Names) -> bool:
 def _lengths_of(items: Sequence[Any], length: int | None, *, is_batch: bool) -> set[Any]:
     """The numbers of samples that a list may hold; {} if its entries are to be looked at instead."""
     if not items or len({_nature(item) for item in items} - {None}) > 1:
-        return set()
+        # As a batch, an empty list is that of a rank without samples.
+        return {0} if is_batch and not items else set()
     each = [_first_dimensions(item) for item in items if item is not None]
     may_be_columns = each and all(len(own) <= 1 and None not in own for own in each)
     columns = (set().union(*each) or {1}) if may_be_columns else set()

@@ -242,8 +242,8 @@ def test_parts_of_lists_are_entries_of_samples_and_rows_of_columns():
     assert a + c == images and b + d == targets and type(a) is tuple
     first, second = split(BATCHES_OF["pairs of image and number"][1], steps=2)
     assert [label for _, label in second] == [2, 3]
-    first, second = split(BATCHES_OF["a pair of columns"][1], steps=2)
-    assert [tensor.shape for tensor in first] == [(1, 4), (1, 4)]
+    first, _ = split(BATCHES_OF["a pair of columns"][1], steps=2)
+    assert [tensor.shape for tensor in first] == [(1, 4), (1, 4)] and split([], steps=2) == []
     first, second = split(BATCHES_OF["feature maps"][1], steps=2)
     assert [len(one) for one in first["maps"]] == [2, 2, 2]
     first, second = split(BATCHES_OF["tokens of two texts"][1], steps=2)
