@@ -198,12 +198,15 @@ class Job:
                 )
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
-        owns_some = {*map(id, self._models_parameters)} & {*(self._owned or ())}
-        if self.optimizers and self._trains and not owns_some:
+        own = {*map(id, self._models_parameters)}
+        # After a forward FSDP2 shows copies of whole parameters, which no one would shard again.
+        copies = {id(p) for model in self.models for p in model.parameters()} - own
+        held = {*(self._owned or ())}
+        if self.optimizers and self._trains and (held & copies or not held & own):
             raise ValueError(
-                "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
-                "model is moved, wrapped and complete; for a parameter outside of modules, such as "
-                "patch = nn.Parameter(...), give model=[model, nn.ParameterList([patch])]"
+                f"the optimizer holds {'gathered copies' if held & copies else 'none'} of the model's parameters; make "
+                "it from model.parameters() after the model is moved, wrapped, complete and (FSDP2) resharded; for one "
+                "outside of modules, such as patch = nn.Parameter(...), give model=[model, nn.ParameterList([patch])]"
             )
 
 

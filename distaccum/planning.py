@@ -200,12 +200,11 @@ def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
     """The plan of this rank's part of the next window."""
     peers = job.engine.peers
     micros = batches.micros
-    index = job.index
     names = tuple(mode.counts or job.config.counts)
     lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
     return Plan(
-        update=Span(index, index),
+        update=Span(job.index, job.index),
         steps=Span(batches.steps, batches.steps),
         agrees=Span(mode.agrees, mode.agrees),
         num_counted=Span(len(micros), len(micros)),

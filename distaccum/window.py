@@ -454,10 +454,9 @@ class Window(Answering, Generic[Batch]):
         update = Update(self.index, self.counts, self._num_own, reason is None, reason, seconds, {}, record)
         self._end(update)
         if job.skipped >= MOST_SKIPS:
-            skipped = job.skipped
             job.skipped = 0
             raise DistaccumError(
-                f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
+                f"{MOST_SKIPS} updates in a row were skipped, the last because {reason}; nothing is learned like "
                 "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
             )
         return update

@@ -130,9 +130,15 @@ def test_other_parameters_on_each_rank_are_refused_where_torch_would_add_them_up
 def test_scaler_is_refused_where_an_optimizer_holds_sharded_and_plain_parameters():
     net = make_net()
     fully_shard(next(net.children()))
-    scaler = torch.amp.GradScaler("cpu")
-    message = refused(Accumulator, net, SGD(net.parameters(), lr=0.0), scaler=scaler)
+    message = refused(Accumulator, net, SGD(net.parameters(), lr=0.0), scaler=torch.amp.GradScaler("cpu"))
     assert "make an optimizer for each kind and pass both" in message
+
+
+@on_ranks(2)
+def test_optimizer_that_was_made_after_a_forward_is_refused():
+    model, _ = fully_sharded()(make_net_without_router(), 0.0)
+    loss_of(model, make_batch(2, seed=1))  # the root keeps what it has gathered
+    assert "holds gathered copies of the model" in refused(Accumulator, model, SGD(model.parameters(), lr=0.0))
 
 
 @pytest.mark.parametrize("sync", SHARDED)
@@ -247,10 +253,8 @@ def test_mixed_precision_adds_up_in_reduce_dtype_or_warns_on_rank_0(param_dtype,
 @on_ranks(2)
 def test_reduced_gradient_that_is_changed_and_one_cleared_after_the_loop_are_refused():
     model, _, accumulator = make("every", lr=0.1)
-    for change in (
-        model.zero_grad,
-        lambda: next(model.parameters()).grad.mul_(0.5),
-    ):  # no version of a DTensor counts it
+    # No version of a DTensor counts the product.
+    for change in (model.zero_grad, lambda: next(model.parameters()).grad.mul_(0.5)):
         window = accumulator.window(own(EVEN))
         said = refused(lambda: [(window.backward(loss_of(model, one)), change()) for one in window])  # noqa: B023
         assert "gradients were cleared or changed in mid-window" in said
@@ -273,8 +277,7 @@ def test_callers_gradients_from_before_the_window_are_cleared(how):
         warnings.simplefilter("always")
         (wrong,) = gradients_off(model, accumulator, [EVEN])
     assert wrong <= 1e-10
-    said = [one for one in warned if "gradients that stood before the window" in str(one.message)]
-    assert len(said) == (dist.get_rank() == 0)
+    assert sum("gradients that stood before" in str(one.message) for one in warned) == (dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize("sync", ["last", "gathered"])
