@@ -20,7 +20,7 @@ from distaccum import Accumulator, Extension
 from tests.support.oracle import Off, everything, step_off
 from tests.support.problems import CASES, Batch, Net, make_net, micro_batches_of
 from tests.support.ranks import mesh_of
-from tests.support.versions import has, numbers
+from tests.support.versions import has
 from tests.support.windows import weights
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
@@ -119,7 +119,6 @@ def import_deepspeed() -> Any:
     return wrappers.import_deepspeed()
 
 
-TORCH = numbers(torch.__version__)[:2]
 COALESCES = has("deepspeed", "0.19.2")
 HAS_UNMANAGED = has("deepspeed", "0.19.4")
 
@@ -179,11 +178,11 @@ FORMS = {
 }
 
 
-def wrapped(name: str, net: nn.Module) -> tuple[nn.Module, Any, Callable[[nn.Module], Tensor]]:
-    """The model, its SGD of rate 1, and what reads its weights: of a form of DDP, or of one of `KINDS`."""
+def wrapped(name: str, net: nn.Module, lr: float = 1.0) -> tuple[nn.Module, Any, Callable[[nn.Module], Tensor]]:
+    """The model, its SGD, and what reads its weights: of a form of DDP, or of one of `KINDS`."""
     if name in FORMS:
-        return *with_sgd(wrappers.ddp(net, **FORMS[name]), 1.0), weights
-    return *KINDS[name].wrap(net, 1.0), KINDS[name].weights
+        return *with_sgd(wrappers.ddp(net, **FORMS[name]), lr), weights
+    return *KINDS[name].wrap(net, lr), KINDS[name].weights
 
 
 def freeze(net: Net, names: Sequence[str]) -> Net:
