@@ -1,11 +1,9 @@
 """state_dict() anywhere: a job that is killed begins its window again, bit for bit, on each engine."""
 
 import copy
-import gc
 import io
 import random
 import tempfile
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +23,7 @@ from distaccum.extensions import NoiseScale
 from tests.support.engines import KINDS
 from tests.support.problems import make_batch, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, run_window
+from tests.support.windows import accumulating, freed_by_counts, run_window, warned
 
 
 class Noisy(nn.Module):
@@ -173,8 +171,7 @@ def on_others(saved: Any) -> Any:
     """A run on this number of ranks, from a state of another: the weights, states, and the warnings."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     made = make("DDP" if world > 1 else "plain", rate=0.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         index = load(made, saved) if saved is not None else 0
     kept = []
     for update in range(index, 3):
@@ -185,7 +182,7 @@ def on_others(saved: Any) -> Any:
             if saved is None and (window.index, i) == (1, 2):
                 kept.append(save(made))
         window.step()
-    return local(made[0]), kept, [str(one.message) for one in caught]
+    return local(made[0]), kept, texts
 
 
 def test_state_in_mid_window_loads_on_another_number_of_ranks(ranks):
@@ -323,12 +320,9 @@ def test_model_of_a_dropped_accumulator_is_freed_at_once():
     model, accumulator = one_weight()
     run_window(accumulator.window([torch.ones(1, 1)]), model).step()
     freed = weakref.ref(model)
-    gc.disable()
-    try:
+    with freed_by_counts():
         del model, accumulator
         assert freed() is None
-    finally:
-        gc.enable()
 
 
 def test_loader_that_cannot_take_the_state_raises_a_warning():

@@ -1,6 +1,5 @@
 """Micro-batches by cost: grouped rows, trimmed padding, sizes learned in tokens."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.feeding import trim_padding
 from tests.support.problems import IGNORED, make_net_without_router
-from tests.support.windows import error, gradient, gradient_of, run_window
+from tests.support.windows import error, gradient, gradient_of, run_window, warned
 
 COST = count_tokens("mask", ignore_index=0)
 WIDTH = 12
@@ -89,15 +88,14 @@ def test_cost_may_be_a_number_for_each_row_or_of_each():
 def test_row_over_the_limit_is_alone_with_one_warning():
     net = make_net_without_router()
     accumulator = make_accumulator(net, most=6)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warned() as texts:
         for _ in range(2):
             window = accumulator.split(make_text(LENGTHS))
             for one in window:
                 assert COST(one) <= 6 or len(one["x"]) == 1
                 window.backward(loss_of(net, one))
             window.step()
-    assert ["a row costs 12, more than the 6 of ByCost" in str(one.message) for one in seen] == [True]
+    assert ["a row costs 12, more than the 6 of ByCost" in text for text in texts] == [True]
 
 
 def test_auto_learns_in_cost_and_ends_at_one_row():

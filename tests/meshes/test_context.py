@@ -1,7 +1,6 @@
 """Context parallelism over the ranks of FSDP2 or DDP, against one big batch of whole sequences in one process."""
 
 import math
-import warnings
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.support.collectives import gathered
 from tests.support.oracle import step_off
 from tests.support.problems import IGNORED, Batch, join, make_batch, make_net
 from tests.support.ranks import mesh_of, on_ranks
-from tests.support.windows import error, gradient, refused, run_window, weights
+from tests.support.windows import error, gradient, refused, run_window, warned, weights
 
 TOKENS = 6
 # Sizes of micro-batches by data rank: even, uneven, a dry rank.
@@ -212,8 +211,6 @@ def test_ranks_of_a_larger_mesh_that_nobody_claims_are_refused_or_warned_of():
     count = count_tokens("labels")
     said = refused(Accumulator, model, optimizer, count=count, mesh=mesh["data"])
     assert "dimensions ('data', 'context'), over whose ranks [" in said and "wrap the model over them too" in said
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         Accumulator(model, optimizer)
-    texts = [str(one.message) for one in caught if "so they train apart" in str(one.message)]
-    assert len(texts) == (mesh["data"].get_local_rank() == 0)
+    assert sum("so they train apart" in text for text in texts) == (mesh["data"].get_local_rank() == 0)

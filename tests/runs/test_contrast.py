@@ -1,6 +1,5 @@
 """contrast(): the gradient of one loss over all pairs of the global batch, in the memory of a micro-batch."""
 
-import gc
 import random
 import weakref
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from tests.support.counting import Counting
 from tests.support.engines import KINDS, wrapped
 from tests.support.problems import join, make_net
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, full, gradient, weights
+from tests.support.windows import error, freed_by_counts, full, gradient, weights
 
 Pair = dict[str, Tensor]
 
@@ -131,11 +130,8 @@ def test_graphs_of_micro_batches_live_one_at_a_time():
 
     model.body[1] = Watched()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
-    gc.disable()
-    try:
+    with freed_by_counts():
         accumulator.contrast(batch, model, lambda *both: clip(model, *both))
-    finally:
-        gc.enable()
     assert len(alive) == 8
 
 

@@ -1,6 +1,5 @@
 """heads(): the trunk runs once, and the heads run their backwards one at a time."""
 
-import gc
 import weakref
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from tests.support.engines import wrapped
 from tests.support.oracle import step_off
 from tests.support.problems import join, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, gradient
+from tests.support.windows import error, freed_by_counts, gradient
 
 NAMES = ("first", "second", "third")
 
@@ -69,8 +68,7 @@ def test_trunk_runs_once_and_graphs_of_heads_live_one_at_a_time():
     model.trunk.register_forward_hook(lambda *_: calls.append("forward"))
     model.trunk[0].weight.register_hook(lambda _: calls.append("backward"))
     window = Accumulator(model).window([make_batch(3, seed=1)])
-    gc.disable()
-    try:
+    with freed_by_counts():
         for batch in window:
             for name, features in window.heads(model(batch["x"]), NAMES):
                 assert all(one() is None for one in alive)
@@ -80,8 +78,6 @@ def test_trunk_runs_once_and_graphs_of_heads_live_one_at_a_time():
                 del hidden
                 window.backward(loss)
                 del loss
-    finally:
-        gc.enable()
     assert calls == ["forward", "backward"]
     window.step()
 

@@ -1,7 +1,10 @@
 """Accumulators, their windows, what they refuse, and the vectors that are compared."""
 
+import gc
 import re
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +66,26 @@ def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
     except (DistaccumError, TypeError, ValueError) as raised:
         return f"{type(raised).__name__}: {raised}"
     return "nothing"
+
+
+@contextmanager
+def freed_by_counts() -> Iterator[None]:
+    """Reference counts alone free objects within."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """The texts of the warnings within, once they are over; none is an error there."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught]
 
 
 def says(sentence: str, said: str) -> bool:

@@ -20,7 +20,7 @@ from tests.support.engines import import_deepspeed, zero_config, zero_weights
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import make_batch, make_net_without_router, micro_batches_of
 from tests.support.ranks import on_ranks
-from tests.support.windows import hooked, loss_of, refused, run_window, weights
+from tests.support.windows import hooked, loss_of, refused, run_window, warned, weights
 
 
 @contextmanager
@@ -89,14 +89,12 @@ def test_prepared_model_trains_exactly(world, given):
 
 @on_ranks(2)
 def test_callers_step_of_a_prepared_schedule_is_warned_of():
-    with accelerators() as make, warnings.catch_warnings(record=True) as warned:
+    with accelerators() as make, warned() as texts:
         model, _, schedule, accumulator = prepare(make(), steps=1)
-        warnings.simplefilter("always")
         for window in accumulator.windows([micro_batches_of(UNEVEN[0], 0, 0)[0]] * 3):
             run_window(window, model).step()
             schedule.step()
-    said = ["beside window.step()" in str(one.message) for one in warned]
-    assert sum(said) == (dist.get_rank() == 0)
+    assert sum("beside window.step()" in text for text in texts) == (dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize(("split_batches", "is_prepared"), [(False, True), (True, True), (False, False)])
@@ -104,19 +102,17 @@ def test_callers_step_of_a_prepared_schedule_is_warned_of():
 def test_warning_names_the_factor_of_a_schedule_stepped_per_process(split_batches, is_prepared):
     from accelerate import DataLoaderConfiguration
 
-    with accelerators() as make, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with accelerators() as make:
         accelerator = make(dataloader_config=DataLoaderConfiguration(split_batches=split_batches))
         net = make_net_without_router()
         optimizer = SGD(net.parameters(), lr=0.5)
         schedule: Any = LambdaLR(optimizer, lambda update: 1.0)
         net, optimizer = accelerator.prepare(net, optimizer)
         schedule = accelerator.prepare(schedule) if is_prepared else schedule
-        warned.clear()
-        Accumulator(net, optimizer, scheduler=schedule, accelerator=accelerator)
-    said = [str(one.message) for one in warned]
-    assert len(said) == (is_prepared and not split_batches and dist.get_rank() == 0)
-    assert all("2 times per update" in one and "(warm-up, total) by 2" in one for one in said)
+        with warned() as texts:
+            Accumulator(net, optimizer, scheduler=schedule, accelerator=accelerator)
+    assert len(texts) == (is_prepared and not split_batches and dist.get_rank() == 0)
+    assert all("2 times per update" in text and "(warm-up, total) by 2" in text for text in texts)
 
 
 @GIVEN
@@ -213,10 +209,9 @@ def test_deepspeed_engine_from_prepare_trains_exactly(stage):
         group = InitProcessGroupKwargs(backend="gloo")
         accelerator = make(cpu=False, deepspeed_plugin=Plugin(hf_ds_config=config), kwargs_handlers=[group])
         engine, optimizer, schedule, accumulator = prepare(accelerator, narrow=True)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warned() as texts:
             Accumulator(engine, optimizer, scheduler=schedule, accelerator=accelerator)
-        assert [str(one.message)[:30] for one in warned] == ["Accelerate steps a prepared sc"] * (dist.get_rank() == 0)
+        assert [text[:30] for text in texts] == ["Accelerate steps a prepared sc"] * (dist.get_rank() == 0)
         seen = windows_off(engine, schedule, accumulator, UNEVEN[:2], zero_weights)
         window = accumulator.window(own(UNEVEN[0], 0, torch.float32))
         said = refused(lambda: [accelerator.backward(loss_of(engine, batch)) for batch in window])  # steps the engine

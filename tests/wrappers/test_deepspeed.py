@@ -30,7 +30,7 @@ from tests.support.problems import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.versions import has, needs
-from tests.support.windows import error, gradient, gradient_of, loss_of, refused, run_window
+from tests.support.windows import error, gradient, gradient_of, loss_of, refused, run_window, warned
 
 F32 = torch.float32
 EVEN = [[2, 1, 3]] * 2
@@ -174,11 +174,10 @@ def test_bf16_adds_up_in_float32_with_grad_accum_dtype(stage, sync, accumulate, 
     config: dict[str, Any] = {"bf16": {"enabled": True, "immediate_grad_update": False}}
     if accumulate:
         config["data_types"] = {"grad_accum_dtype": accumulate}
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warned() as texts:
         engine, _, _ = initialize(stage, **config)
         accumulator = Accumulator(engine, sync=sync)
-    said = [str(one.message) for one in warned if "deprecated" not in str(one.message)]
+    said = [text for text in texts if "deprecated" not in text]
     said = said if dist.get_rank() == 0 and accumulate else []
     if said or ((stage, sync) == (2, "last") and accumulate and COALESCES and dist.get_rank() == 0):
         assert "reduces gradients in each micro-step: coalesced they would not add up in torch.float32" in said[0]
