@@ -330,7 +330,9 @@ class Reader:
 
     def _refuse_reuse(self) -> None:
         """Raises if the first item was written to, as by a loader that rotates buffers and came back to its first."""
-        item, look, _ = self._first or (None, [], [])
+        if self._first is None:
+            return
+        item, look, _ = self._first
         if _look_at(item, []) != look:
             raise DistaccumError(
                 "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "

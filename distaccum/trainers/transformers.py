@@ -8,7 +8,7 @@ call of `training_step` that ends the window divides the gradients, before the T
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -120,17 +120,25 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         """Begins a loop; what one that failed has left is gone."""
         self._last = self._noted = None
         self._late.clear()
-        self._losses: list[float | None] = []  # of the updates since the last log
+        self._begin_log()
+
+    def _begin_log(self) -> None:
+        # Of the updates since the last log: their number, that of those with a loss, and the sum of these losses.
+        self._num_updates = self._num_losses = 0
+        self._sum = 0.0
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if logs and "loss" in logs:
-            self._losses = []
+            self._begin_log()
 
     def _for_the_log(self, loss: float | None) -> float:
         """The number to add to the Trainer's sum so that its mean over updates is that of those with a loss."""
-        before = _sum_for_a_mean(self._losses)
-        self._losses.append(loss)
-        return _sum_for_a_mean(self._losses) - before
+        before = self._sum * self._num_updates / max(self._num_losses, 1)
+        self._num_updates += 1
+        if loss is not None:
+            self._num_losses += 1
+            self._sum += loss
+        return self._sum * self._num_updates / max(self._num_losses, 1) - before
 
     def _draw(self, get_batch_samples: Callable[..., Any], *args: Any) -> tuple[list[Any], Any]:
         """The window's micro-batches as the Trainer draws them, after turns without any if another rank has more.
@@ -316,12 +324,6 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         trainer.update = self._late.record(trainer.state.global_step - 1, self.norm, stepped=stepped)
         # Otherwise it would refuse the next clipping if that of this update was followed by no step.
         forget(accelerator.scaler, [trainer.optimizer.optimizer])
-
-
-def _sum_for_a_mean(losses: Sequence[float | None]) -> float:
-    """The sum that, divided by the number of all losses, is the mean of those that are there."""
-    there = [loss for loss in losses if loss is not None]
-    return sum(there) * len(losses) / max(len(there), 1)
 
 
 def _refuse(trainer: Any) -> None:

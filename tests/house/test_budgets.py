@@ -10,8 +10,8 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2858),
-    "loader.py": (190, 272),
+    CORE: (2200, 2860),
+    "loader.py": (190, 274),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
     "engines": (800, 800),
@@ -19,11 +19,11 @@ BUDGETS = {
     "meshes": (330, 401),
     "state": (210, 229),
     "runs": (680, 821),
-    "trainers": (300, 392),
+    "trainers": (300, 395),
     "tools": (320, 390),
     "extensions": (200, 216),
     "feeding": (70, 70),
-    "the library": (5600, 6736),
+    "the library": (5600, 6741),
     "auditing": (1500, 1949),
     "tests": (9300, 10083),
     "tests/audit": (1200, 1200),
