@@ -14,11 +14,11 @@ from torch import nn
 from torch.amp import GradScaler
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
-from tests.support.engines import EVEN, KINDS, LAYOUTS, Run, windows_off, wrapped
-from tests.support.oracle import step_off
+from tests.support.engines import EVEN, FORMS, KINDS, LAYOUTS, Run, windows_off, wrapped
+from tests.support.oracle import everything, own, step_off
 from tests.support.problems import CASES, Batch, join, make_batch, make_net_without_router, sample_loss, token_loss
 from tests.support.ranks import on_ranks
-from tests.support.windows import refused
+from tests.support.windows import error, gradient, gradient_of, loss_of, refused
 
 GRID = [(name, sync) for name, kind in KINDS.items() for sync in kind.policies]
 WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1", "ZeRO 3") if name in KINDS]
@@ -221,6 +221,24 @@ def test_loss_in_which_nothing_counts_is_left_out_or_refused(name, sync, by):
         window, whole = accumulator.window(mine), join([*drawn.values()])
         whole["x"] = whole["x"].double()
         assert max(step_off(model, window, make_net_without_router(), whole, summed, run, read=read)) <= kind.bound
+
+
+ABSENT = [(name, "last") for name in FORMS] + [("FSDP2, root only", sync) for sync in ("last", "every", "gathered")]
+
+
+@pytest.mark.parametrize(("name", "sync"), ABSENT)
+@on_ranks(2)
+def test_model_absent_from_the_last_part_is_reduced(name, sync):
+    models, optimizers, _ = zip(*(wrapped(name, make_net_without_router(), 0.0) for _ in range(2)), strict=True)
+    accumulator = Accumulator(models, optimizers, sync=sync)
+    for index, layout in enumerate(([[2, 3], [1, 4, 2]], [[3], [2, 1]], [[2], [4]])):
+        exact = gradient_of(make_net_without_router(), everything(layout, index))
+        window = accumulator.window(own(layout, index))
+        for batch in window:
+            for model in window.parts(models):
+                window.backward(loss_of(model, batch))
+        assert max(error(gradient(model), exact) for model in models) <= 1e-10
+        window.step()
 
 
 @pytest.mark.long
