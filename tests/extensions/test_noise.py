@@ -75,7 +75,9 @@ def off(name: str, case: str, layouts: Any, parts: Sequence[float] = (1.0,), **o
     with warnings.catch_warnings():
         if name == "ZeRO 1":
             warnings.simplefilter("ignore")
-        model, optimizer, _ = wrapped(name, make_net_without_router().to(dtype), 0.0)
+        uses_all = name in FORMS and "find" not in name
+        net = make_net_without_router() if uses_all else make_net()
+        model, optimizer, _ = wrapped(name, net.to(dtype), 0.0)
         accumulator = Accumulator(model, optimizer, **options)
 
     def run(window: Any, batch: Batch) -> None:
