@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from distaccum import DistaccumError
+from tests.support.problems import Stream
 from tests.support.windows import accumulating, run_window
 
 NUMBERS = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -39,11 +40,6 @@ class Indexed:
         return batches()[i]
 
 
-class Streamed(IterableDataset):
-    def __iter__(self):
-        return iter(SAMPLES)
-
-
 def with_workers(dataset):
     return DataLoader(dataset, batch_size=1, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
 
@@ -55,9 +51,9 @@ LOADERS = {
     "generator": (lambda: (batch for batch in batches()), False),
     "__getitem__ alone": (Indexed, True),
     "DataLoader": (lambda: DataLoader(SAMPLES, batch_size=1), True),
-    "IterableDataset": (lambda: DataLoader(Streamed(), batch_size=1), True),
+    "IterableDataset": (lambda: DataLoader(Stream(SAMPLES), batch_size=1), True),
     "persistent workers": (lambda: with_workers(SAMPLES), True),
-    "IterableDataset, persistent workers": (lambda: with_workers(Streamed()), True),
+    "IterableDataset, persistent workers": (lambda: with_workers(Stream(SAMPLES)), True),
 }
 
 

@@ -1,11 +1,12 @@
 """Small problems with a known answer: the gradient of one big batch in one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 
 from distaccum import count_samples, count_tokens
 from tests.support.windows import gradient, gradient_of
@@ -98,6 +99,16 @@ class Choosing(nn.Module):
 
     def forward(self, x: Tensor, used: str) -> Tensor:
         return x + sum(self.layers[int(i)](x) for i in used)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """A dataset without a length."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
 
 
 def make_net_without_router() -> nn.Module:

@@ -4,18 +4,17 @@ import itertools
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from distaccum import DistaccumError, count_tokens
 from tests.support.counting import Counting
 from tests.support.oracle import by_big_batches
+from tests.support.problems import Stream
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, gradient, weights
 from tests.wrappers.test_accelerate import accelerators
@@ -211,14 +210,6 @@ def test_ranks_may_have_loaders_of_any_length(sizes, ends):
     options = {} if ends == "num_train_epochs" else {"max_steps": len(windows)}
     seen, _ = fit(Own, make_net(), rows, **options)
     assert worst(seen, Expected(make_net(), windows).weights) <= 1e-10
-
-
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
 
 
 def test_dataset_without_a_length_that_ends_in_mid_window_is_exact():

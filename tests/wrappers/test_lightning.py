@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 from distaccum.lightning import ExactAccumulation
 from tests.support.oracle import by_big_batches
-from tests.support.problems import IGNORED, join, make_batch, make_net_without_router, sample_loss, token_loss
+from tests.support.problems import IGNORED, Stream, join, make_batch, make_net_without_router, sample_loss, token_loss
 from tests.support.ranks import launched, on_ranks
 from tests.support.windows import error, gradient, gradient_of, weights
 
@@ -274,14 +274,6 @@ def test_callback_refuses_manual_optimisation_and_strategies_that_accumulate():
 def test_callback_refuses_ranks_with_unequal_loaders_on_all_of_them():
     with pytest.raises(DistaccumError, match="ranks have 3, 4 micro-batches in this epoch"):
         fit(Automatic(), batches_of(0)[: 3 + dist.get_rank()], callbacks=[ExactAccumulation(count_samples)])
-
-
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
 
 
 @pytest.mark.parametrize("sizes", [[4, 2], [3, 2], [2, 0], [3, 3]], ids=str)
