@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,7 @@ def _receipts(run: Run) -> Iterator[Finding]:
             if finding.kind in SOFT or not is_meant:
                 yield finding
     said = {finding.kind for reckoning in run.reckoned.values() for finding in reckoning.findings}
-    if run.updates and not run.num_compared and UNJUDGED not in said:
+    if run.whole and not run.num_compared and UNJUDGED not in said:
         text = "receipts, since what is stepped has no gradient from backward, or in another shape"
         yield Finding(UNJUDGED, "", text)
     if 4 * run.num_left_out > run.num_left_out + len(run.whole):
@@ -206,8 +206,4 @@ def _apart(run: Run) -> Iterator[Finding]:
             yield Finding("apart", known[0][0]["line"], text, "reduce every gradient on every rank")
 
 
-def _schedules(run: Run) -> Iterable[Finding]:
-    return judge_schedules(run.seen[0])
-
-
-RULES = (_receipts, _cleared, weigh, _schedules, _scaled, _traffic, _events, _apart)
+RULES = (_receipts, _cleared, weigh, judge_schedules, _scaled, _traffic, _events, _apart)

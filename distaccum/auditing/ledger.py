@@ -129,7 +129,7 @@ class Ledger:
     @quietly
     def _receive(self, place: int, gradient: Tensor) -> None:
         if (received := self.receiving) is not None and not gradient.is_sparse:
-            received[place] = received.get(place, 0) + project(gradient, is_fine=False)
+            received[place] = received.get(place, 0) + project(gradient)
 
     def receipts(self, places: Iterable[int], *, of_values: bool = False) -> Receipts:
         """Takes receipts of the gradients as they are now, or of the parameters themselves."""
@@ -143,7 +143,7 @@ class Ledger:
                 self.unseen.add(place)
             # A sum over ranks that is yet to be made has no receipt.
             elif not any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-                taken[place] = project(tensor, is_fine=False)
+                taken[place] = project(tensor)
         return taken
 
 

@@ -24,11 +24,10 @@ class Loaders:
 
     def batch(self) -> tuple[int, int]:
         """The loader that was drawn from last, and the number of its batch. Others only validate."""
-        if self._drawn:
-            loader = self._drawn[-1]
-            self._batches[loader] += self._drawn.count(loader)
-            self._batch = loader, self._batches[loader]
-            self._drawn.clear()
+        self._batch = self.now()
+        loader, number = self._batch
+        self._batches[loader] = number
+        self._drawn.clear()
         return self._batch
 
     def now(self) -> tuple[int, int]:

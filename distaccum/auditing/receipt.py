@@ -32,24 +32,20 @@ def is_seen(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and math.prod(parameter.shape[parameter.ndim > 1 :]) <= LONGEST
 
 
-def project(gradient: Any, is_fine: bool = True) -> Tensor:
+def project(gradient: Any) -> Tensor:
     """`NUM` projections <r, gradient>; each r is the product of a column and a row, so it needs little memory.
 
     Those of a DTensor are of this rank's block of it. In float64, a piece at a time; autocast and settings of matrix
-    products do not make it less precise. On the host, single precision is enough unless it `is_fine`.
+    products do not make it less precise. On the host, single precision is enough.
     """
     if not gradient.ndim:
         gradient = gradient.reshape(1)
     whole = gradient.shape
     starts = starts_of(gradient)
     gradient = local(gradient.detach())
-    is_single = not is_fine and gradient.dtype == torch.float32 and gradient.device.type == "cpu"
+    is_single = gradient.dtype == torch.float32 and gradient.device.type == "cpu"
     is_single &= torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
     columns, rows = _sides(whole, starts, gradient.shape, gradient.device, torch.float32 if is_single else None)
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        columns = columns[:, gradient.indices()[0]]
-        gradient = gradient.values()
     matrix = gradient.reshape(len(gradient), rows.shape[1])
     # Each projection has a row of its own: one for all might see only the rounding of a gradient of low rank.
     along = torch.zeros_like(rows)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from .parts import Run
 from .reckoning import NOTE, UNJUDGED, Finding
 
 LENGTHS = ("total_steps", "T_max", "total_iters")  # names in torch's schedules
@@ -30,8 +31,9 @@ def _length(schedule: Any) -> int | None:
     return next((int(length) for length in lengths if length), None)
 
 
-def judge_schedules(rank: dict[str, Any]) -> Iterator[Finding]:
+def judge_schedules(run: Run) -> Iterator[Finding]:
     """Finds schedules that step several times per update, or that were made for micro-batches and never end."""
+    rank = run.seen[0]
     for key, known in rank["schedules"].items():
         updates = [update for update in rank["updates"] if update["optimizer"] == known["optimizer"]]
         stepped = [[line for _, line, _, whose in update["events"] if whose == key] for update in updates]

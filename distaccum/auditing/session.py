@@ -106,17 +106,14 @@ class Audit:
             text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"
             self.unjudged.append(text)
         if watch.modes.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
-            self.notes.append(
-                f"{min(watch.modes.norms)} normalises by each micro-batch: no window equals one big batch"
-            )
+            text = f"{min(watch.modes.norms)} normalises by each micro-batch: no window equals one big batch"
+            self.notes.append(text)
         if watch.forked[0]:
             self.unjudged.append("what a forked child of this process trains; audit it in the child")
         if watch.ledger.unseen:
             names = shorten([watch.ledger.rows[i]["name"] for i in sorted(watch.ledger.unseen)])
             self.unjudged.append(f"receipts of {names}, whose gradient is sparse, or has too long rows")
         self.notes += watch.notes
-        if self.updates and self.judged and not (any(self.judged.values()) or self.findings or self.unjudged):
-            self.unjudged.append("weights and receipts, since ranks do not step alike")
         self.status = 1 if self.findings else 3 if self.unjudged else 0
         if not (self.judged and self.updates):
             self.status = 2
