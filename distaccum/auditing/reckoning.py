@@ -112,7 +112,8 @@ class Reckoning:
 
     def _compare(self, judged: Tensor) -> None:
         """Compares gradients that are reduced with the sum of what autograd gave."""
-        factor = float(_ratio(self.closed[0], self.whole)[judged].median())
+        is_clear = judged & (self.whole.norm(dim=-1) > self.bound * self.size)  # micro-batches do not cancel
+        factor = float(_ratio(self.closed[0], self.whole)[is_clear if is_clear.any() else judged].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= self.bound)
         rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
@@ -127,7 +128,7 @@ class Reckoning:
             is_unknown = False
             what = f"the gradient of {self._named(rounded)} is rounded on its way to the step"
             self._say(NOTE, f"{what}, as {half} rounds")
-        self.factor = None if is_unknown else factor
+        self.factor = None if is_unknown or not is_clear.any() else factor
 
     @property
     def is_compared(self) -> bool:
