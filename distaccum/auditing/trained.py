@@ -10,6 +10,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import SGD
 
+from ..norms import local
 from .ledger import Ledger, Receipts, on_host, quietly
 from .private import version
 
@@ -117,6 +118,11 @@ class Trained:
     def is_spent(self) -> bool:
         """True while the gradient of the last step stands there, untouched."""
         return not self.pending and self._mark is not None and self._mark == self._gradient()
+
+    def has_gradient(self) -> bool:
+        """True if a gradient is there that is not 0."""
+        every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
+        return any(bool(local(gradient.detach()).norm()) for gradient in every)
 
     def note(self, kind: str, line: str = "", whose: Any = 0) -> None:
         events = self._last_events if kind in AFTER else self.events

@@ -242,6 +242,8 @@ class Watch:
         if not trained.pending:
             if trained.is_spent:
                 trained.note("again", where()[0])
+            elif not trained.num and trained.has_gradient():  # a rank that runs out of data gets that of others
+                self.unjudged[f"what {where()[0]} steps, which no backward that was seen gave"] = None
             return
         trained.close()
         if trained.num < 2:
