@@ -54,7 +54,6 @@ class Path(list[tuple[str, Any]]):
             "reduction": kind,
             "rows": below.get("rows", 1),
             "count": below.get(kind, 1),
-            "intent": root.coefficient,
         }
         kept = below.get("kept")
         if kind == "sum" and kept is not None and kept >= 0:
@@ -82,6 +81,10 @@ class Part:
     @property
     def is_own(self) -> bool:
         return self.site[1] == OWN
+
+    @property
+    def has_weight(self) -> bool:
+        return bool(self.total and self.term["count"])
 
     def weight(self, units: str = "count", of_script: bool = True) -> float:
         """The weight of all units (`"rows"`: of a sum, of rows); without what the script intends: by accumulation."""

@@ -94,26 +94,25 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         yield Finding("nan", criterion.where, text, hand)
     ranks = range(criterion.run.num_ranks)
     spread = dict[int, tuple[float, float]]()
-    is_ranks = len(ranks) > 1
     for index, parts in criterion.updates.items():
-        counted = [part for part in parts if part.total and part.term["count"]]
-        if _are_even(criterion, counted):
+        if any(_rules_of(criterion, parts)):
             continue
         if _is_by_sample(criterion, index):
             text = f"the weights in {criterion.where}, which the script gives to samples itself"
             yield Finding(UNJUDGED, "", text)
             continue
+        counted = [part for part in parts if part.has_weight]
         if criterion.is_own and criterion.is_sum and not _are_means(counted):
             yield _not_judged(criterion, "; its sums have different divisors")
             continue
         of_script = not all(part.intent for part in counted)
         spread[index] = ends(part.each(of_script=of_script) for part in counted)
-        of_ranks = [[part for part in counted if part.rank == rank] for rank in ranks]
-        is_ranks &= all(_are_even(criterion, of_rank) for of_rank in of_ranks)
     if spread:
         index = max(spread, key=lambda i: spread[i][1] / spread[i][0])
         low, high = spread[index]
         unit = _unit(criterion.parts)
+        of_ranks = ([part for part in criterion.updates[index] if part.rank == rank] for rank in ranks)
+        is_ranks = len(ranks) > 1 and all(any(_rules_of(criterion, of_rank)) for of_rank in of_ranks)
         text = (
             f"{unit} of different {'ranks' if is_ranks else 'micro-batches'} weigh {low:.3g} to {high:.3g} "
             f"({high / low:.3g} to 1) in update {index}; so in {len(spread)} of {len(criterion.updates)} updates"
@@ -123,14 +122,14 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         yield Finding("weights", criterion.where, text + _lines(criterion), hand, COUNTS[unit])
 
 
-def _are_even(criterion: Criterion, parts: Sequence[Part]) -> bool:
-    """True if by one of the rules all of these weigh alike."""
+def _rules_of(criterion: Criterion, parts: Sequence[Part]) -> Iterator[tuple[str, bool]]:
+    """Yields the rules by which all of these that have a weight weigh alike."""
+    counted = [part for part in parts if part.has_weight]
     for units, of_script in criterion.rules[:2] if criterion.is_own else criterion.rules:
-        low, high = ends(part.each(units, of_script) for part in parts)
-        is_even = high <= low * (1 + bound_of(part.term for part in parts))
-        if is_even and (of_script or all(part.intent for part in parts)):
-            return True
-    return False
+        low, high = ends(part.each(units, of_script) for part in counted)
+        is_even = high <= low * (1 + bound_of(part.term for part in counted))
+        if is_even and (of_script or all(part.intent for part in counted)):
+            yield units, of_script
 
 
 def _are_means(parts: Sequence[Part]) -> bool:
@@ -143,9 +142,9 @@ def _is_by_sample(criterion: Criterion, index: int) -> bool:
     sites = {part.site for part in criterion.parts}
     calls: dict[tuple[int, int], list[Part]] = defaultdict(list)
     for part in criterion.run.parts[criterion.place]:
-        if part.index == index and part.site in sites and part.term["count"] and not part.is_own:
+        if part.index == index and part.site in sites and not part.is_own:
             calls[part.rank, part.backward].append(part)
-    return not all(_are_even(criterion, parts) for parts in calls.values())
+    return not all(any(_rules_of(criterion, parts)) for parts in calls.values())
 
 
 def _unit(parts: Sequence[Part]) -> str:
@@ -184,6 +183,9 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
         for rule in criterion.rules
         if rule in RULES[:2] or _are_one(criterion.usual_of(criterion.totals_by(*rule)))
     ]
+    even = [{*_rules_of(criterion, parts)} for parts in criterion.updates.values()]
+    # What makes the units of an update equal, makes updates equal too
+    rules = [rule for rule in rules if all(rule in of_update for of_update in even)] or rules
     is_divided_alike = not criterion.is_own or are_equal(part.weight() for part in criterion.parts)
     spread = (1.0, 1.0)
     for totals in (criterion.totals_by(*rule) for rule in rules):
