@@ -325,7 +325,6 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
         (has_steps and ranks != steps, 1 / steps, twice, once),
         (ranks > 1, 1 / ranks, f"the {ranks} ranks divide twice{averages}", f"multiply by {ranks}"),
         (ranks > 1, ranks, "the ranks are added up, not averaged", f"divide by {ranks}"),
-        (has_steps, 1 / steps, twice, once),
     ]
     level = criterion.level
     return next(((text, hand) for can_be, weight, text, hand in readings if can_be and is_equal(level, weight)), None)
