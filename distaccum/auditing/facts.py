@@ -34,8 +34,10 @@ def _weights(criterion: Criterion) -> str:
         return f"{text}: neither a mean nor a sum, so that its weights are not known"
     each = [(part.each() for part in parts if part.total) for parts in criterion.updates.values()]
     ratios = [high / low for low, high in map(ends, each) if low]
-    low, high = ends(criterion.totals.values())
     weighs = f"1 to {max(ratios):.3g}" if ratios and max(ratios) > 1 + 1e-3 else "alike"
+    if not criterion.totals:
+        return f"{text}: weigh {weighs} as backward gives them; what a step adds up to is not known"
+    low, high = ends(criterion.totals.values())
     adds_up = f"{low:.4g}" if high - low <= 5e-3 * high else f"{low:.4g} to {high:.4g}"
     return f"{text}: weigh {weighs} within an update, which adds up to {adds_up} of its mean"
 

@@ -121,8 +121,7 @@ class Trained:
 
     def has_gradient(self) -> bool:
         """True if a gradient is there that is not 0."""
-        every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
-        return any(bool(local(gradient.detach()).norm()) for gradient in every)
+        return any(bool(local(p.grad).norm()) for p in parameters_of(self.optimizer()) if p.grad is not None)
 
     def note(self, kind: str, line: str = "", whose: Any = 0) -> None:
         events = self._last_events if kind in AFTER else self.events
