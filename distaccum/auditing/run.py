@@ -51,7 +51,6 @@ def run(given: Any) -> int:
         except Exception as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
             status = 2
-            report.ended = False
             report.error = f"{type(error).__name__}: {error}"
     for name in ("stdout", "stderr"):
         if getattr(getattr(sys, name), "closed", True):  # by the script

@@ -19,7 +19,7 @@ from ..text import plural, shorten
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
-from .reckoning import DOUBT, NOTE, SOFT, UNJUDGED, WINDOW, Finding, Verdict
+from .reckoning import DOUBT, NOTE, SOFT, UNJUDGED, WINDOW, Finding, Seen, Verdict
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
@@ -50,11 +50,9 @@ class Audit:
     ranks: int = 1
     status: int = 2
     judged: dict[str, int] = field(default_factory=dict)
-    rank: int = field(default=0, repr=False)
     error: str = ""  # that ended the script
     of: str = field(default="block", repr=False)
-    ended: bool = field(default=True, repr=False)  # False: an error ended it, and other ranks may still wait
-    seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    ended: bool = field(default=True, repr=False)  # False: it left with a status, and other ranks may still wait
 
     def assert_right(self) -> None:
         """Raises an AssertionError with the report unless everything was judged, and is right."""
@@ -91,10 +89,10 @@ class Audit:
             return fitted(lines)
         return fitted(line.replace(here, "") for line in lines)
 
-    def judge(self, watch: Watch, mine: dict[str, Any]) -> None:
-        self.ranks = len(self.seen)
-        self.updates = max(len(one["updates"]) for one in self.seen)
-        folded = quietly(verdict)(self.seen) or Verdict([], {}, [])
+    def judge(self, watch: Watch, mine: dict[str, Any], seen: Seen) -> None:
+        self.ranks = len(seen)
+        self.updates = max(len(one["updates"]) for one in seen)
+        folded = quietly(verdict)(seen) or Verdict([], {}, [])
         said = [(each.kind, f"{each.where}: {each.text}" if each.where else each.text) for each in folded.findings]
         self.findings = [finding for finding in folded.findings if finding.kind not in SOFT]
         self.notes = [text for kind, text in said if kind == NOTE]
@@ -168,11 +166,11 @@ def watched(
 
 
 def _conclude(report: Audit, watch: Watch, folder: str | None, tell: Callable[[Audit], object] | None) -> None:
-    report.rank, world = place_in_job()
-    ended = report.ended and sys.exc_info()[0] is None
-    mine = {"rank": report.rank, "world": world, "ended": ended, **watch.as_dict()}
-    with exchanged(mine, folder, next(_numbers)) as report.seen:
+    rank, world = place_in_job()
+    ended = report.ended and not report.error and sys.exc_info()[0] is None
+    mine = {"rank": rank, "world": world, "ended": ended, **watch.as_dict()}
+    with exchanged(mine, folder, next(_numbers)) as seen:
         with torch.device("cpu"):  # whatever the script's default is
-            report.judge(watch, mine)
-        if tell is not None and report.rank == 0:
+            report.judge(watch, mine, seen)
+        if tell is not None and rank == 0:
             tell(report)
