@@ -335,7 +335,7 @@ class Reader:
         item, look, _ = self._first
         if _look_at(item, []) != look:
             raise DistaccumError(
-                "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
+                "the loader, or count, wrote to a micro-batch that was yielded before (to its buffer, dict or list), "
                 "but a window draws all its micro-batches before it runs; expected separate memory for each: yield "
                 "copies, by tensor.clone(), array.copy() or dict(batch)"
             )
@@ -399,8 +399,8 @@ def _look_at(item: Any, alive: list[Tensor]) -> list[Any]:
             some = item.detach().reshape(-1)[:: 1 + item.numel() // NUM_ELEMENTS]
             elements = some.clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist()
         return [id(item), own_version_of(item), elements]
-    if type(item).__module__ == "numpy":
+    if type(item).__module__ == "numpy" and item.shape:
         return [item.reshape(-1)[:: 1 + item.size // NUM_ELEMENTS].tobytes()]
-    if isinstance(item, str | bytes | int | float):
-        return [item]
-    return [look for child in entries_of(item).values() for look in _look_at(child, alive)]
+    # Not the number in a dict, which count may have taken out.
+    plain = [one for one in item if isinstance(one, str | bytes | int | float)] if isinstance(item, list) else []
+    return plain + [look for child in entries_of(item).values() for look in _look_at(child, alive)]
