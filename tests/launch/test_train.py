@@ -136,6 +136,7 @@ raise SystemExit(train.main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "fsdp2")])
 def test_auto_halves_what_does_not_fit_and_a_resumed_run_has_the_same_bits(programs, tmp_path, few, ranks, engine):
     options = (*few, "--model", "cnn", "--batch-size", 24, "--micro-batch-size", "auto", "--engine", engine)
@@ -194,6 +195,7 @@ def only_line(text: str) -> str:
     return line
 
 
+@pytest.mark.long
 def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
     data = ("--data", images(tmp_path / "images", 15), "--augment", "--epochs", 2)
     data = (*data, "--batch-size", 8, "--micro-batch-size", 2)
@@ -218,6 +220,7 @@ def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
     assert "NOT EQUAL" in done.text and "--norm group is exact" in done.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "precision"), [("ddp", "bf16"), ("fsdp2", "fp16"), ("deepspeed", "bf16")])
 def test_mixed_precision_trains(programs, tmp_path, engine, precision):
     options = ("--engine", engine, "--precision", precision, "--updates", 12, "--lr", 0.1)
@@ -344,6 +347,7 @@ KEPT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "options"), KEPT.values(), ids=KEPT)
 def test_resumed_run_has_the_same_bits(programs, tmp_path, few, ranks, options):
     """A checkpoint in the middle of an epoch, and the end in the next."""
@@ -434,6 +438,7 @@ def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, ended):
     proven(programs, ended)
 
 
+@pytest.mark.long
 def test_run_saves_after_the_update_on_a_signal(programs, tmp_path, few):
     """The last rank alone gets it; the resumed run ends with the same bits, also with dropout."""
     sizes = ("--batch-size", 24, "--micro-batch-size", 1, "--updates", 2)
