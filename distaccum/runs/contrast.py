@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -15,7 +14,7 @@ from ..batch import Batch, Columns, fresh
 from ..batches import cut_up
 from ..job import Job
 from ..law import DistaccumError
-from ..losses import Loss, Terms, refuse_loss
+from ..losses import refuse_loss
 from ..norms import HALF, nodes_of, widest
 from ..planning import Planner
 from ..ranks import Peers
@@ -46,36 +45,24 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
     extensions = [extension for extension in job.extensions if extension.in_contrast]
     draw = cut_up(batch, job, columns, in_order=True)
     run = partial(_run_contrast, job, encode, loss_fn)
-    return retry(planner, extensions, draw, replace(SUM_OF_SAMPLES, terms=PairTerms), run)
+    return retry(planner, extensions, draw, SUM_OF_SAMPLES, run)
 
 
 @final
-class PairTerms(Terms):
-    """Records one loss over all pairs, the same on all ranks, in place of what micro-batches run backward from."""
+class _Part(torch.autograd.Function):
+    """A micro-batch's part of the loss: a scalar of the given value whose backward gives tensors these gradients."""
 
-    noun = "largest representation"
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
 
-    def take(self, loss: Tensor, part: float, largest: list[tuple[int, Loss]]) -> None:
-        """`part`: the fraction that this rank adds to the record; `largest`: of each micro-batch's representations."""
-        self._loss, self._part, self._largest = loss, part, largest
-
-    def add(self, number: int, name: int, share: float, loss: Tensor) -> None:
-        pass
-
-    def totals(self) -> list[Loss]:
-        return [widest(self._loss) * self._part]
-
-    def values(self) -> list[tuple[int, Loss]]:
-        return self._largest
-
-    def why_else(self) -> str:
-        if self._loss.isfinite():
-            return super().why_else()
-        return f"the loss over all pairs is {float(self._loss)}, of representations that are all finite"
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor) -> Any:
+        return None, None, *(gradient * seed.to(gradient.device) for gradient in ctx.gradients)
 
 
 def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, agreement: Agreement) -> None:
-    engine = job.engine
     peers = job.engine.peers
     window.begin()
     if window.is_empty:
@@ -95,29 +82,25 @@ def _run_contrast(job: Job, encode: Encode, loss_fn: PairsLoss, window: Window, 
     # The loss draws the same on all ranks.
     set_seed((seed + GOLDEN * (window.index + 1)) % 2**63)
     loss, gradients, of_parameters = _differentiate(job, loss_fn, everyone, scale, window)
-    largest: list[tuple[int, Loss]] = [
-        (micro.number, tensor.detach().abs().max())
-        for micro, part in zip(window.micros, encoded, strict=True)
-        for tensor in part
-        if _has_gradient(tensor) and tensor.numel()
-    ]
-    terms: Any = window.losses.terms
-    terms.take(loss, engine.divisor / peers.num_ranks, largest)
-    carried = [(p, g / window.plan.num_micro_batches) for p, g in of_parameters if not hasattr(p, "to_local")]
+    number = window.plan.num_micro_batches
+    carried = [(p, g / number) for p, g in of_parameters if not hasattr(p, "to_local")]
+    # They add up to the loss in the record.
+    values = _values(loss, everyone, encoded, number)
     # Checking that encode returns the same again costs a read on the host, so windows of a proven size do not.
     verifies = not fit_of(job).is_proven(*window.plan.measured)
     differences = list[Tensor]()
     set_random_state(before.random)
     for micro_batch in window:
-        again = _tensors_of(encode(micro_batch))
+        again = _listed(encode(micro_batch))
         if window.stand_in:
-            window.backward(_carried(again, [torch.zeros_like(_in_float32(tensor)) for tensor in again], ()))
+            window.backward(_part_of(loss, again, list(map(torch.zeros_like, again)), ()))
         else:
             first = encoded[window.micro_step]
             if verifies:
                 differences += _differences(first, again)
             end = start + len(first[0])
-            window.backward(_carried(again, [None if g is None else g[start:end] for g in gradients], carried))
+            rows = [None if g is None else g[start:end] for g in gradients]
+            window.backward(_part_of(values[window.micro_step], again, rows, carried))
             start = end
         del again
     for parameter, gradient in of_parameters:
@@ -134,47 +117,41 @@ def _encode_all(job: Job, encode: Encode, window: Window) -> list[list[Tensor]]:
     """This rank's representations, by micro-batch, without a graph."""
     stand_ins: list[Any] = [window.substitute] * (window.num_micro_steps - len(window))
     with torch.no_grad():
-        encoded = [_tensors_of(encode(fresh(micro.batch))) for micro in (*window.micros, *stand_ins)][: len(window)]
+        encoded = [_listed(encode(fresh(micro.batch))) for micro in (*window.micros, *stand_ins)][: len(window)]
     # Torch 2.9 would reuse weights that it cast without a graph.
     torch.clear_autocast_cache()
     job.engine.show_parameters()
-    if len({len(part) for part in encoded}) > 1:
-        raise ValueError(f"encode() gave {[len(part) for part in encoded]} representations, expected as many each time")
     for part, micro in zip(encoded, window.micros, strict=True):
         (length,) = micro.counts
-        if wrong := [len(tensor) for tensor in part if len(tensor) != length]:
-            raise ValueError(
-                f"encode() gave {wrong[0]} rows for a micro-batch of {length:g} samples, expected a row for each; "
-                "give several views of a sample as a representation each"
-            )
+        for tensor in part:
+            is_tensor = isinstance(tensor, Tensor)
+            if not is_tensor or tensor.ndim == 0 or len(tensor) != length:
+                seen = f"a tensor of shape {list(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
+                raise ValueError(
+                    f"encode() gave {seen} for a micro-batch of {length:g} samples, expected a tensor with a row for "
+                    "each, or a tuple of them; give several views of a sample as a representation each, and use what "
+                    "is no representation (a temperature) in loss_fn"
+                )
     return encoded
 
 
-def _tensors_of(value: Any) -> list[Tensor]:
-    tensors = list(value) if isinstance(value, list | tuple) else [value]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"encode() gave a {type(tensor).__name__}, expected a tensor or a tuple of tensors")
-        if tensor.ndim == 0:
-            raise ValueError(
-                "encode() gave a tensor without dimensions, expected representations, a row for each sample; what is "
-                "no representation (a temperature) is used in loss_fn"
-            )
-    return tensors
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[list[Tensor], int, int]:
     """All ranks' representations, ready for a loss; the row where this rank's begin; a common seed."""
-    joined = [torch.cat(parts) for parts in zip(*encoded, strict=True)]
-    kinds = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in joined]
-    everyone = peers.gather_objects((kinds, len(joined[0]) if joined else 0, torch.initial_seed()))
+    own = dict.fromkeys(tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in part) for part in encoded)
+    length = sum(len(first) for first, *_ in encoded)
+    everyone = peers.gather_objects(([*own], length, torch.initial_seed()))
     lengths = [length for _, length, _ in everyone]
-    given = [kinds for kinds, length, _ in everyone if length]
-    if any(kinds != given[0] for kinds in given):
+    kinds = list(dict.fromkeys(kind for of_rank, *_ in everyone for kind in of_rank))
+    if len(kinds) > 1:
         raise DistaccumError(
-            f"encode() gave the ranks {given} representations, expected as many, with rows of one dtype and shape"
+            f"encode() gave the representations {kinds}, expected as many each time, with rows of one dtype and shape"
         )
-    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in given[0]]
+    joined = [torch.cat(parts) for parts in zip(*encoded, strict=True)]
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds[0]]
     # Bytes of any dtype go through one collective.
     rows = torch.zeros(max(lengths), sum(sizes), dtype=torch.uint8, device=device)
     for columns, own in zip(torch.split(rows, sizes, 1), joined, strict=False):
@@ -183,7 +160,7 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
         parts = zip(torch.split(peers.gather_rows(rows), max(lengths)), lengths, strict=True)
         rows = torch.cat([part[:length] for part, length in parts])
     copies = [columns.clone(memory_format=torch.contiguous_format).flatten() for columns in torch.split(rows, sizes, 1)]
-    whole = [copy.view(dtype).view(len(rows), *shape) for copy, (dtype, shape) in zip(copies, given[0], strict=True)]
+    whole = [copy.view(dtype).view(len(rows), *shape) for copy, (dtype, shape) in zip(copies, kinds[0], strict=True)]
     for tensor in whole:
         tensor.requires_grad_(_has_gradient(tensor))
     return whole, sum(lengths[: peers.rank]), everyone[0][2]
@@ -228,18 +205,33 @@ def _differentiate(
     return value, gradients, of_parameters
 
 
-def _carried(
-    representations: Sequence[Tensor], rows: Sequence[Tensor | None], of_parameters: Sequence[tuple[Tensor, Tensor]]
+def _values(loss: Tensor, everyone: Sequence[Tensor], encoded: Sequence[Sequence[Tensor]], number: int) -> list[Tensor]:
+    """The value of each micro-batch's part; 0 where representations of others alone made the loss not finite."""
+    value = widest(loss) / number
+    is_blameless = ~(loss.isfinite() | _are_finite(everyone, loss.device))
+    return [value.masked_fill(is_blameless & _are_finite(own, loss.device), 0.0) for own in encoded]
+
+
+def _are_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tells on the device, without a wait."""
+    return torch.stack([tensor.isfinite().all().to(device) for tensor in tensors]).all()
+
+
+def _part_of(
+    value: Tensor,
+    representations: Sequence[Tensor],
+    rows: Sequence[Tensor | None],
+    of_parameters: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """A scalar whose backward is a micro-batch's part of the loss's backward; its value means nothing."""
     pairs = [(t, g) for t, g in zip(representations, rows, strict=True) if g is not None and t.requires_grad]
     if not pairs:
         raise DistaccumError(
             "encode() gave no representation with a graph that the loss depends on; compute them with the model, "
             "without detach() and outside torch.no_grad()"
         )
-    parts = [(tensor * g.conj()).sum().real for tensor, g in (*pairs, *of_parameters)]
-    return torch.stack([part.to(parts[0]) for part in parts]).sum()
+    tensors, gradients = zip(*pairs, *of_parameters, strict=True)
+    part: Tensor = _Part.apply(value, gradients, *tensors)  # type: ignore[no-untyped-call]  # torch's
+    return part
 
 
 def _differences(first: Sequence[Tensor], again: Sequence[Tensor]) -> Iterator[Tensor]:
