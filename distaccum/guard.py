@@ -222,7 +222,7 @@ def judge(window: AnyWindow, engine: Engine, what: str, on_nonfinite: OnNonfinit
         )
         cure = "Go back to a checkpoint, or look at how they were initialised or loaded"
     else:
-        message = _origin(engine, window.losses, places) + (f"; first in {shorten(gradients)}" if gradients else "")
+        message = _origin(engine, places) + (f"; first in {shorten(gradients)}" if gradients else "")
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({message})"
     raise NonfiniteError(
@@ -231,13 +231,12 @@ def judge(window: AnyWindow, engine: Engine, what: str, on_nonfinite: OnNonfinit
     )
 
 
-def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) -> str:
+def _origin(engine: Engine, first: Sequence[tuple[int, float]]) -> str:
     """Names its origin; `first`: each rank's first micro-batch with a non-finite loss (-1: none), and that loss."""
     # Ranks that share samples may hold different stages of a pipeline, and only one of them the losses.
     by_rank = enumerate(map(max, engine.peers.by_samples(first)))
-    noun = losses.terms.noun
-    places = [f"the {noun} of micro-batch {n} on rank {rank} is {value}" for rank, (n, value) in by_rank if n >= 0]
-    return "; ".join(places) or losses.terms.why_else()
+    places = [f"the loss of micro-batch {n} on rank {rank} is {value}" for rank, (n, value) in by_rank if n >= 0]
+    return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
 
 
 def explain_skip(window: AnyWindow, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:

@@ -30,48 +30,6 @@ CURES = {  # for options of torch's backward
 Loss = Tensor | float  # as recorded: a plain number if it is on the host, where reading it needs no wait
 
 
-class Terms:
-    """The losses of a window on this rank, for its record."""
-
-    noun = "loss"  # for what `first_nonfinite` names
-
-    def __init__(self, num_names: int) -> None:
-        self._num_names = num_names
-        self._terms: list[tuple[int, int, float, Loss]] = []  # micro-batch, name, share, loss
-
-    def add(self, number: int, name: int, share: float, loss: Tensor) -> None:
-        """Notes the loss of a micro-batch, and keeps its own copy: the caller may change it in place, or in a hook."""
-        own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
-        self._terms.append((number, name, share, own))
-
-    def totals(self) -> list[Loss]:
-        """The weighted losses by name; plain numbers if they are on the host."""
-        totals: list[Any] = [0.0] * self._num_names
-        on_device: dict[int, list[tuple[float, Tensor]]] = {}
-        for _, name, share, loss in self._terms:
-            if isinstance(loss, Tensor):
-                on_device.setdefault(name, []).append((share, loss))
-            else:
-                totals[name] += share * loss
-        for name, terms in on_device.items():
-            first = terms[0][0]
-            losses = [loss for _, loss in terms]
-            if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
-                first = 1.0
-                losses = [loss * share for share, loss in terms]
-            total = torch.stack(losses).sum(dtype=_wide(losses[0].device)) * first
-            totals[name] = total + totals[name] if totals[name] else total
-        return totals
-
-    def values(self) -> list[tuple[int, Loss]]:
-        """The numbers of micro-batches, each with a value that is not finite if something in it is not."""
-        return [(number, loss) for number, _, _, loss in self._terms]
-
-    def why_else(self) -> str:
-        """The origin of NaN or infinity, if all these values are finite."""
-        return "every loss is finite, so it came up in a backward or in the reduction"
-
-
 def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
@@ -89,15 +47,9 @@ class Losses:
     """Gives each loss its share as the seed of backward, so that no factor enters the graph."""
 
     def __init__(
-        self,
-        job: Job,
-        reductions: Mapping[str, Reduction],
-        totals: Mapping[str, float],
-        device: torch.device,
-        terms: type[Terms],
+        self, job: Job, reductions: Mapping[str, Reduction], totals: Mapping[str, float], device: torch.device
     ) -> None:
         self.reductions = reductions
-        self.terms = terms(len(reductions))
         self.engine = job.engine
         self.device = device
         self._names = tuple(reductions)
@@ -109,6 +61,7 @@ class Losses:
         self._scales = job.scales_seeds  # otherwise an adapter's backward multiplies by the scaler's scale
         self._shares: dict[Counts, float] = {}  # where there is one loss
         self._given: set[str] = set()  # names that had a loss in this micro-batch
+        self._terms: list[tuple[int, int, float, Loss]] = []  # micro-batch, name, share, loss
 
     def weigh(
         self, counts: Counts, micro: Micro | None, loss: Tensor | None, named: Mapping[str, Tensor | None]
@@ -183,7 +136,9 @@ class Losses:
                 )
             loss = loss.float()
         if share and micro is not None:
-            self.terms.add(micro.number, name, share, loss)
+            # A copy: the caller may change the loss in place, or in a hook.
+            own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
+            self._terms.append((micro.number, name, share, own))
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
@@ -195,18 +150,35 @@ class Losses:
         self._given = set()
         return [name for name, n in zip(self._names, counts, strict=True) if n and given and name not in given]
 
+    def totals(self) -> list[Loss]:
+        """This rank's weighted losses by name; plain numbers if they are on the host."""
+        totals: list[Any] = [0.0] * len(self._names)
+        on_device: dict[int, list[tuple[float, Tensor]]] = {}
+        for _, name, share, loss in self._terms:
+            if isinstance(loss, Tensor):
+                on_device.setdefault(name, []).append((share, loss))
+            else:
+                totals[name] += share * loss
+        for name, terms in on_device.items():
+            first = terms[0][0]
+            losses = [loss for _, loss in terms]
+            if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
+                first = 1.0
+                losses = [loss * share for share, loss in terms]
+            total = torch.stack(losses).sum(dtype=_wide(losses[0].device)) * first
+            totals[name] = total + totals[name] if totals[name] else total
+        return totals
+
     def sums(self) -> Tensor:
-        """This rank's weighted losses by name, which the ranks add up for the record."""
-        return stacked(self.terms.totals(), self.device)
+        """This rank's totals in one tensor, which the ranks add up for the record."""
+        return stacked(self.totals(), self.device)
 
     def first_nonfinite(self) -> tuple[int, float] | None:
-        """The number of the first micro-batch with a value that is not finite, and that value."""
-        values = self.terms.values()
-        if not values:
+        """The number of the first micro-batch whose loss is not finite, and that loss."""
+        if not self._terms:
             return None
-        read = stacked([value for _, value in values], self.device).tolist()  # waits for the device once
-        pairs = zip(values, read, strict=True)
-        bad = [(number, value) for (number, _), value in pairs if not math.isfinite(value)]
+        read = stacked([loss for _, _, _, loss in self._terms], self.device).tolist()  # waits for the device once
+        bad = [(term[0], loss) for term, loss in zip(self._terms, read, strict=True) if not math.isfinite(loss)]
         return min(bad, key=itemgetter(0), default=None)
 
 
@@ -225,7 +197,7 @@ class Record:
         self._end_sum: Callable[[], None] | None = None
         self._losses: Tensor | list[Loss] = []
         if flags is None and engine.peers.is_alone and not numbers:
-            self._losses = losses.terms.totals()
+            self._losses = losses.totals()
             return
         own = losses.sums()
         pieces = [own, *(one.to(own) for one in numbers.values())]

@@ -21,7 +21,7 @@ from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .guesses import Answering, refuse_arguments
 from .job import MOST_SKIPS, Hooks, Job, Micro, Start, few_of
 from .law import Counts, DistaccumError, Plan, Reduction
-from .losses import Losses, Record, Terms
+from .losses import Losses, Record
 from .parts import each_head, each_part
 from .private import is_view, version_of
 from .ranks import raise_if_lost
@@ -42,7 +42,6 @@ class RunMode:
     hooks: Hooks | None = None  # of extensions
     counts: Mapping[str, Count] | None = None
     reductions: Mapping[str, Reduction] | None = None
-    terms: type[Terms] = Terms  # what makes the record of the losses
     agrees: bool = False  # ranks agree before they reduce
     # For the plan: whether no backward may reduce, and two numbers, of which the room that asks reads the largest.
     measure: Callable[[Batches], tuple[bool, tuple[int, int]]] | None = None
@@ -136,7 +135,7 @@ class Window(Answering, Generic[Batch]):
         self.substitute = batches.substitute or job.substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()
         reductions = mode.reductions or job.config.reductions
-        self.losses = Losses(job, reductions, self.counts, self.parameters[0].device, mode.terms)
+        self.losses = Losses(job, reductions, self.counts, self.parameters[0].device)
         self.numbers: dict[str, Tensor] = {}  # from extensions, by key
         # Including stand-ins.
         self.num_micro_steps, self._num_early = (0, 0) if self.is_empty else job.engine.num_micro_steps(plan)

@@ -154,8 +154,8 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds[0]]
     # Bytes of any dtype go through one collective.
     rows = torch.zeros(max(lengths), sum(sizes), dtype=torch.uint8, device=device)
-    for columns, own in zip(torch.split(rows, sizes, 1), joined, strict=False):
-        columns[: len(own)] = own.reshape(len(own), math.prod(own.shape[1:])).view(torch.uint8)
+    for columns, tensor in zip(torch.split(rows, sizes, 1), joined, strict=False):
+        columns[: len(tensor)] = tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
     if peers.groups:
         parts = zip(torch.split(peers.gather_rows(rows), max(lengths)), lengths, strict=True)
         rows = torch.cat([part[:length] for part, length in parts])
@@ -230,7 +230,7 @@ def _part_of(
             "without detach() and outside torch.no_grad()"
         )
     tensors, gradients = zip(*pairs, *of_parameters, strict=True)
-    part: Tensor = _Part.apply(value, gradients, *tensors)  # type: ignore[no-untyped-call]  # torch's
+    part: Tensor = _Part.apply(value, gradients, *tensors)
     return part
 
 
