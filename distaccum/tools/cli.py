@@ -10,14 +10,11 @@ import dataclasses
 import gc
 import importlib
 import inspect
-import io
 import json
-import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,18 +55,7 @@ not everything was judged; the script's own where it is not 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        try:
-            return _run([*(sys.argv[1:] if arguments is None else arguments)])
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `| head`, has seen enough; Python would complain as it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _run(words: Sequence[str]) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
     parser = _Parser(prog="distaccum", description="Gradient accumulation that is exact.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -84,7 +70,7 @@ def _run(words: Sequence[str]) -> int:
     try:
         return int(given.run(given))
     except Exception as error:
-        if given.traceback or isinstance(error, BrokenPipeError):
+        if given.traceback:
             raise
         message = " ".join(str(error).split()) or "no message"
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
@@ -182,18 +168,13 @@ def _imported(module: str, name: str) -> Any:
     if is_file and not path.is_file():
         raise ValueError(f"{module} is not there, expected a file that has a function {name}")
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
-    usage = io.StringIO()
     try:
-        with redirect_stderr(usage):
-            return importlib.import_module(path.stem if is_file else module)
+        return importlib.import_module(path.stem if is_file else module)
     except SystemExit as ended:
-        usage = io.StringIO()
         raise ValueError(
             f"{module} ended as it was imported (status {ended.code}), expected one whose import only defines {name}: "
             "put its command line and its training under if __name__ == '__main__'"
         ) from None
-    finally:
-        print(usage.getvalue(), end="", file=sys.stderr)
 
 
 def _count(text: str) -> Count:

@@ -85,22 +85,19 @@ class Forecast:
 
     @property
     def answer(self) -> str:
-        """Says in a sentence what fits in `memory`."""
+        """Says whether the usual policy fits in `memory`, and if not, which does."""
         usual = next(row for row in self.policies if row["policy"] in ("plain", "DDP, last"))
         best = self.policies[0]
-        least = min(self.policies, key=lambda row: row["bytes"])
-        names = [row["policy"].replace(", ", " with sync=") for row in (usual, best, least)]
-        held = [f"{bytes_text(row['bytes'])} and activations" for row in (usual, best, least)]
+        name = "A plain module" if usual["policy"] == "plain" else "DDP"
+        fits = "fits" if usual["fits"] else "does not fit"
         memory = bytes_text(self.given["memory"])
-        if not least["fits"]:
-            cures = "take more ranks, a smaller dtype or offloading"
-            return f"Nothing fits in {memory}: the least is {names[2]}, {held[2]} on each rank; {cures}."
-        name = "A plain module" if names[0] == "plain" else "DDP"
+        text = f"{name} {fits} in {memory}: it takes {bytes_text(usual['bytes'])} and activations on each rank."
         if usual["fits"]:
-            return f"{name} fits in {memory}: it takes {held[0]} on each rank."
-        text = f"{name} does not fit in {memory}: it takes {held[0]} on each rank. {names[1]} fits with {held[1]}"
-        least_of_all = f" and sends the least; {names[2]} holds the least, {held[2]}."
-        return text + (", and holds and sends the least." if best is least else least_of_all)
+            return text
+        if not best["fits"]:
+            return f"{text} Nothing else does; take more ranks, a smaller dtype or offloading."
+        policy = best["policy"].replace(", ", " with sync=")
+        return f"{text} {policy} fits with {bytes_text(best['bytes'])} and activations, and sends the least."
 
     def __str__(self) -> str:
         given = self.given

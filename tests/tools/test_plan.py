@@ -119,11 +119,13 @@ def test_first_line_says_what_fits(capsys):
     text = " ".join(capsys.readouterr().out.split()).partition(" plan for")[0]
     assert text == (
         "DDP does not fit in 80 GB: it takes 168 GB and activations on each rank. FSDP2 with sync=gathered fits with "
-        "67.38 GB and activations and sends the least; FSDP2 with sync=every holds the least, 17.5 GB and activations."
+        "67.38 GB and activations, and sends the least."
     )
     of_gpt2 = plan(parameters="gpt2", memory="24GB").answer
     assert of_gpt2 == "A plain module fits in 24 GB: it takes 2.489 GB and activations on each rank."
-    assert plan(parameters="llama-70b", ranks=2, memory="24GB").answer.startswith("Nothing fits in 24 GB: the least")
+    assert plan(parameters="llama-70b", ranks=2, memory="24GB").answer.endswith(
+        "Nothing else does; take more ranks, a smaller dtype or offloading."
+    )
     halves = plan(parameters="7b", dtype="bfloat16", ranks=8)
     assert policy(halves, "ZeRO 2, every")["optimizer"] == 12 * 7 * 10**9 // 8  # masters and Adam's in float32
 
