@@ -16,24 +16,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from .. import NO_TORCH, __version__
-from ..law import REDUCTIONS, whole_number
+from ..law import whole_number
 from .plan import plan
-
-if TYPE_CHECKING:
-    from ..batch import Count
 
 CHECK = """
 examples:
-  distaccum check train.py:setup --count tokens:labels:shift          a third of the batch per micro-batch
-  torchrun --nproc-per-node 2 -m distaccum check my_training:setup    (setup wraps the model, and starts the group)
+  distaccum check train.py:setup          a third of the batch per micro-batch, unless setup gives a size
+  torchrun --nproc-per-node 2 -m distaccum check my_training:setup          setup starts the group and wraps the model
 
 my_training.py:
   def setup():
       model, batch = Net(), next(iter(loader))
-      return model, batch, lambda part: criterion(model(part["x"]), part["y"])   # or a dict, with Accumulator's options
+      loss_fn = lambda part: criterion(model(part["x"]), part["y"])
+      return model, batch, loss_fn   # or a dict of them, with options of the Accumulator such as count=
 
 exit status: 0 equivalent, 1 not equivalent, 2 the check could not run
 """
@@ -100,24 +98,13 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return parser
 
 
-def _given(given: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The options of these names that the command line has."""
-    return {name: value for name in names if (value := getattr(given, name)) is not None}
-
-
 def _add_check(commands: Any) -> None:
     about = "compare the accumulated gradient of a model with that of the big batch, and explain a difference"
     parser = _command(commands, "check", _check, about, CHECK)
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that returns model, batch and loss_fn")
-    parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples per micro-batch")
-    parser.add_argument("--steps", type=int, metavar="N", help="number of micro-batches, instead of their size")
-    parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (default: mean)")
-    parser.add_argument("--count", metavar="COUNT", help="samples (the default), tokens:KEY or tokens:KEY:shift")
 
 
 def _check(given: argparse.Namespace) -> int:
-    sizes: dict[str, Any] = _given(given, "steps", "micro_batch_size")
-    chosen = _given(given, "reduction") | ({} if given.count is None else {"count": _count(given.count)})
     model, batch, loss_fn, options = _made_by(given.factory)
     import torch.distributed as dist
 
@@ -125,9 +112,9 @@ def _check(given: argparse.Namespace) -> int:
     from ..batch import Columns
 
     columns = {name: options.pop(name) for name in ("length", "whole") if name in options}
-    of_factory: dict[str, Any] = {name: options.pop(name) for name in ("steps", "micro_batch_size") if name in options}
-    sizes = sizes or of_factory or {"micro_batch_size": max(1, Columns(**columns).length_of(batch) // 3)}
-    accumulator = Accumulator(model, options.pop("optimizer", None), **{**options, **sizes, **chosen})
+    if not options.keys() & {"steps", "micro_batch_size"}:
+        options["micro_batch_size"] = max(1, Columns(**columns).length_of(batch) // 3)
+    accumulator = Accumulator(model, options.pop("optimizer", None), **options)
     report = accumulator.check(batch, loss_fn, **columns)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():
@@ -177,17 +164,6 @@ def _imported(module: str, name: str) -> Any:
         ) from None
 
 
-def _count(text: str) -> Count:
-    match = re.fullmatch(r"samples|tokens:([^:]+)(:shift)?", text)
-    if match is None:
-        raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
-    from ..batch import count_samples, count_tokens
-
-    if text == "samples":
-        return count_samples
-    return count_tokens(int(match[1]) if match[1].isdigit() else match[1], shift=match[2] is not None)
-
-
 def _add_plan(commands: Any) -> None:
     about = "work out what fits, and steps, cut, bytes and learning rate of a run before it starts"
     parser = _command(commands, "plan", _plan, about, PLAN)
@@ -200,7 +176,8 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(given: argparse.Namespace) -> int:
-    forecast = plan(**_given(given, *inspect.signature(plan).parameters))
+    options = {name: getattr(given, name) for name in inspect.signature(plan).parameters}
+    forecast = plan(**{name: value for name, value in options.items() if value is not None})
     print(json.dumps(forecast.as_dict(), indent=2) if given.json else forecast)
     return 0
 

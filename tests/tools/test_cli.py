@@ -23,9 +23,18 @@ def good():
     batch["labels"][[1, 2, 5, 8]] = -100
     return model, batch, lambda part: cross_entropy(model(part["x"]), part["labels"])
 
-def with_options():
-    model, batch, loss_fn = good()
-    return {"model": model, "batch": batch, "loss_fn": loss_fn, "steps": 5, "count": lambda b: (b["labels"] >= 0).sum()}
+def counted(**options):
+    given = dict(zip(("model", "batch", "loss_fn"), good()))
+    return {**given, "count": lambda b: (b["labels"] >= 0).sum(), **options}
+
+def in_five():
+    return counted(steps=5)
+
+def in_no_size():
+    return counted(micro_batch_size=0)
+
+def summed():
+    return counted(reduction="sum")
 
 def on_ranks():
     import torch.distributed as dist
@@ -33,14 +42,14 @@ def on_ranks():
     model, batch, _ = good()
     model = nn.parallel.DistributedDataParallel(model)
     mine = {key: value[dist.get_rank() :: 2] for key, value in batch.items()}
-    return model, mine, lambda part: cross_entropy(model(part["x"]), part["labels"])
+    return counted(model=model, batch=mine, loss_fn=lambda part: cross_entropy(model(part["x"]), part["labels"]))
 
 def fails():
     raise KeyError("a bug")
 
 def talks():
     print("noise")
-    return good()
+    return counted()
 
 def incomplete():
     return {"model": 1}
@@ -60,28 +69,26 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 BIN = Path(sys.executable).parent
-COUNT = ("--count", "tokens:labels")
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "text"),
+    ("factory", "status", "text"),
     [
-        (("factories:good", *COUNT, "--micro-batch-size", "2"), 0, "in 6 micro-batches, one batch of 12: equivalent"),
-        (("factories:with_options",), 0, "in 5 micro-batches"),
-        (("more/of_mine.py:good", *COUNT), 0, "in 3 micro-batches"),
-        (("factories:good",), 1, "count_tokens('labels')"),
-        (("factories:good", *COUNT, "--reduction", "sum"), 1, "reduction: the criterion averages"),
+        ("factories:in_five", 0, "in 5 micro-batches, one batch of 12: equivalent"),
+        ("more/of_mine.py:counted", 0, "in 3 micro-batches"),
+        ("factories:good", 1, "count_tokens('labels')"),
+        ("factories:summed", 1, "reduction: the criterion averages"),
     ],
 )
-def test_check_prints_the_report_and_exits_with_its_status(folder, capsys, words, status, text):
-    assert main(["check", *words]) == status
+def test_check_prints_the_report_and_exits_with_its_status(folder, capsys, factory, status, text):
+    assert main(["check", factory]) == status
     assert text in capsys.readouterr().out
 
 
 def test_check_prints_a_traceback_or_json_on_request(folder, capsys):
     with pytest.raises(KeyError):
         main(["check", "factories:fails", "--traceback"])
-    main(["check", "factories:talks", *COUNT, "--json"])
+    main(["check", "factories:talks", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["equivalent"] and report["samples"] == 12 and len(report["parameters"]) == 4
 
@@ -95,8 +102,6 @@ MISTAKES = {
     "check factories:missing": "factories has no function missing",
     "check factories:incomplete": "gave a dict, expected model, batch and loss_fn, or a dict of them",
     "check factories:fails": "KeyError: 'a bug' (--traceback shows where)",
-    "check factories:good --count words": "--count 'words', expected samples, tokens:KEY or tokens:KEY:shift",
-    "check factories:good --steps 2 --micro-batch-size 3": "give one or the other",
     "plann": "distaccum: argument COMMAND: invalid choice: 'plann'",
     "plan --bath-size 8": "distaccum: unrecognized arguments: --bath-size 8 (distaccum --help lists the options)",
     "plan --lr x": "distaccum plan: argument --lr: invalid float value: 'x' (distaccum plan --help lists",
@@ -107,8 +112,7 @@ MISTAKES = {
     "plan --dtype int8": "dtype='int8', expected one of float32, bfloat16, float16",
     "audit --updates 0 train.py": "--updates=0, expected a whole number of at least 1; leave it out to run the script",
     "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",
-    "check factories:good --steps 0": "steps=0, expected a whole number of at least 1",
-    "check factories:with_options --micro-batch-size 0": "micro_batch_size=0, expected a whole number of at least 1",
+    "check factories:in_no_size": "micro_batch_size=0, expected a whole number of at least 1",
 }
 AMOUNTS = ("batch-size", "micro-batch-size", "base-batch-size", "parameters", "ranks", "nodes", "layers")
 MISTAKES |= {f"plan --{one} {n}": "expected a whole number of at least 1, such as" for one in AMOUNTS for n in (0, -1)}
@@ -133,7 +137,7 @@ def test_command_and_module_print_the_version(command):
 
 
 def test_check_prints_one_report_of_two_ranks(folder, programs):
-    started = programs.start_ranks(2, "distaccum", "check", "factories:on_ranks", *COUNT, PYTHONPATH=str(folder))
+    started = programs.start_ranks(2, "distaccum", "check", "factories:on_ranks", PYTHONPATH=str(folder))
     ended = wait_for(started)
     assert [done.status for done in ended] == [0, 0], ended
     assert "".join(done.text for done in ended).count("in 3 + 3 micro-batches, one batch of 12: equi") == 1
