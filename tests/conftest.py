@@ -60,7 +60,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     started: dict[int, Ranks] = {}
     yield lambda num: started.setdefault(num, Ranks(num))
     for these in started.values():
-        these.stop()
+        these.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """What must be equal on all ranks: a difference is an error on all of them, before a weight changes."""
 
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -125,11 +126,8 @@ def waiting(how, comes_late):
     ],
 )
 def test_rank_that_does_not_come_is_named_with_the_error_that_kept_it(how, where, comes_late):
-    ranks = Ranks(2)  # of its own, since the group cannot be used any more
-    try:
+    with closing(Ranks(2)) as ranks:  # of its own, since the group cannot be used any more
         said, _ = ranks.run(waiting, how, comes_late)
-    finally:
-        ranks.stop()
     assert said.startswith(
         f"LostRanksError: rank 0 lost contact with the other ranks: it waited in its first window for rank 1{where}"
     )

@@ -8,6 +8,7 @@ the files, and how often the way changes from one to another.
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -85,9 +86,8 @@ def way_of_an_update(has_more: bool = False) -> Way:
 
 
 def main() -> None:
-    ranks = Ranks(2)
-    way = Way(*ranks.run(way_of_an_update)[0])
-    ranks.stop()
+    with closing(Ranks(2)) as ranks:
+        way = Way(*ranks.run(way_of_an_update)[0])
     for call in way.calls:
         print(f"{f'{call.file}:{call.line}':<28} {'  ' * call.depth}{call.name}")
     print(f"{len(way.calls)} calls in {len(way.files)} files, {way.changes} changes of file")

@@ -62,10 +62,10 @@ class Ranks:
                 pipe.send((function, args, seconds))
             return self._collect(time.monotonic() + seconds + 5)
         except BaseException:
-            self.stop()
+            self.close()
             raise
 
-    def stop(self) -> None:
+    def close(self) -> None:
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):

@@ -5,13 +5,14 @@ windows are uneven and ranks run dry, and compares each gradient with one big ba
 """
 
 import atexit
-import faulthandler
 import multiprocessing
 import os
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from importlib import import_module
 from itertools import islice, zip_longest
@@ -29,12 +30,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from distaccum.law import LostRanksError
 from tests.support.problems import gradient_of_trunk, make_batch, trunk
-from tests.support.ranks import fork, in_short, may_have_children
+from tests.support.ranks import Ranks
 from tests.support.windows import accumulating, error, gradient, run_window
 
 SECONDS = 90
 NUM_MICRO_BATCHES = [5, 2, 4, 1, 3, 0]  # of a rank's loader, by its place in the group
-DIES = "dies"
 
 
 class Training:
@@ -62,6 +62,11 @@ class Training:
     def run(self) -> None:
         for _ in self.epoch():
             pass
+
+
+def die_soon() -> None:
+    """As a process that is killed, once its rank has answered."""
+    threading.Timer(0.3, os._exit, [1]).start()
 
 
 class Job:
@@ -150,32 +155,32 @@ def groups_destroyed_and_made_again(job: Job) -> None:
     first.run()
 
 
-def lost_rank(job: Job) -> str | None:
+def lost_rank(job: Job) -> None:
     """Rank 1 dies between a loop and its step; all others hear of it in that step."""
     job.join(seconds=8)
     windows = Training().epoch()
     next(windows)
     next(windows)
     if job.rank == 1:
-        return DIES
+        die_soon()
+        return
     with pytest.raises(LostRanksError, match=f"rank {job.rank} lost contact"):
         next(windows)
-    return None
 
 
-def survivor_meets_a_new_rank(job: Job) -> str | None:
+def survivor_meets_a_new_rank(job: Job) -> None:
     """Rank 1 of the first job dies; rank 0 lives on, and the third process takes that place."""
     if job.rank < 2:
         job.join(0, world_size=2)
         Training().run()
         if job.rank:
-            return DIES
+            die_soon()
+            return
         with suppress(RuntimeError):
             dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
     job.join(1, rank=job.rank // 2, world_size=2)
     Training().run()
-    return None
 
 
 def children_that_exit(job: Job) -> None:
@@ -222,7 +227,7 @@ def backends_by_device(job: Job) -> None:
     Training(dist.new_group()).run()
 
 
-WORLDS: list[tuple[int, Callable[[Job], str | None]]] = [
+WORLDS: list[tuple[int, Callable[[Job], None]]] = [
     *((num, plain) for num in (9, 12, 16)),
     (2, group_of_rank_0_first),
     (3, group_that_rank_0_does_not_know),
@@ -241,40 +246,18 @@ WORLDS: list[tuple[int, Callable[[Job], str | None]]] = [
 ]
 
 
-def live(world: Callable[[Job], str | None], rank: int, num: int, folder: Path, pipe: Any) -> None:
-    """Runs in the rank's process, which lives until all have ended, unless it dies."""
-    may_have_children()
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    torch.set_num_threads(1)
-    faulthandler.enable()
-    try:
-        answer = world(Job(rank, num, folder))
-    except BaseException as raised:
-        answer = in_short(raised)
-    pipe.send(answer)
-    if answer == DIES:
-        os._exit(1)
-    time.sleep(2 * SECONDS)
+def live(world: Callable[[Job], None], num: int, folder: Path) -> None:
+    """Runs on a rank that is in no process group but those of the world."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    warnings.simplefilter("default")
+    world(Job(rank, num, folder))
 
 
 @pytest.mark.parametrize(("num", "world"), WORLDS, ids=lambda part: getattr(part, "__name__", str(part)))
 def test_world_trains_exactly(num, world, tmp_path):
-    until, said, jobs = time.monotonic() + SECONDS, [], []
-    for rank in range(num):
-        ours, theirs = multiprocessing.Pipe()
-        jobs.append((fork(live, world, rank, num, tmp_path, theirs), ours))
-        theirs.close()
-    for _, pipe in jobs:
-        try:
-            said.append(pipe.recv() if pipe.poll(max(0.0, until - time.monotonic())) else "hangs")
-        except EOFError:
-            said.append("died")
-    for process, _ in jobs:
-        process.kill()
-    logs = [path.read_text() for path in sorted(tmp_path.glob("*.log"))]
-    assert not set(said) - {None, DIES}, f"{said}\n{logs}"
+    with closing(Ranks(num)) as ranks:  # of its own: some die, or keep groups
+        ranks.run(live, world, num, tmp_path, seconds=SECONDS)
 
 
 def restarted() -> str:
