@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.problems import Batch, Choosing, join, make_net_without_router, micro_batches_of
-from tests.support.windows import error, gradient, gradient_of, loss_of, run_window, weights
+from tests.support.windows import error, gradient, gradient_of, loss_of, run_window, set_weights, weights
 
 Layout = Sequence[Sequence[int]]  # the sizes of a window's micro-batches by rank
 
@@ -55,7 +55,7 @@ def loss_of_choice(model: nn.Module, item: tuple[Batch, str]) -> Tensor:
 def choices_off(model: nn.Module, accumulator: Any, uses: Sequence[Sequence[str]]) -> float:
     """The error of the gradient of a `Choosing` in a window; infinity where other parameters have none."""
     drawn, plain = choices(uses), Choosing()
-    nn.utils.vector_to_parameters(weights(model).clone(), plain.parameters())
+    set_weights(plain, weights(model))
     window = run_window(accumulator.window(drawn[dist.get_rank()]), model, loss_of_choice)
     everyone = [item for of_rank in drawn for item in of_rank]
     sum(loss_of_choice(plain, item) / len(everyone) for item in everyone).backward()
@@ -95,7 +95,7 @@ def step_off(
         run(batch) if run is not None else window.backward(loss_fn(model, batch))
     between()
     update = window.step()
-    nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+    set_weights(plain, before)
     plain.zero_grad()
     loss = loss_fn(plain, whole)
     loss.backward()

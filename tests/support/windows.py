@@ -33,6 +33,13 @@ def weights(module: nn.Module) -> Tensor:
     return flat(module.parameters())
 
 
+def set_weights(module: nn.Module, vector: Tensor) -> None:
+    """Takes what `weights` gave."""
+    values = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in module.parameters()]
+    for value, part in zip(values, vector.split([value.numel() for value in values]), strict=True):
+        value.copy_(part.view_as(value))
+
+
 def error(seen: Tensor, exact: Tensor) -> float:
     """Relative error in the 2-norm."""
     return float((seen.double() - exact.double()).norm() / exact.double().norm())
