@@ -20,6 +20,18 @@ VERSIONS = (
     "house/private worlds/worlds core/exchange core/scaling engines/choosing engines/ddp engines/ddp_forms "
     "engines/fsdp2 wrappers/deepspeed wrappers/accelerate wrappers/fabric meshes/context"
 )
+# --most leaves these out, with all files and tests marked long: many seconds each, for what a shorter case shows too.
+LONG = (
+    "test_audit_runs_under_accelerate_launch",
+    "test_right_script_has_no_finding[compiled",
+    "test_audit_lives_with_a_script_that_has[spawned ranks",
+    "test_mistake_is_named_with_its_line[loss divided in",
+    "test_job_ends_whose_last_loss_nobody_reads",
+    *(f"test_world_trains_exactly[{world}" for world in ("9-lost", "12-plain", "16-plain")),
+    *(f"test_law_holds_beside_tensor_parallel_ranks[{case}" for case in ("8", "4-repl", "4-part")),
+    "test_law_holds_on_what_fabric_set_up[auto",
+    *(f"test_configs_start[{name}]" for name in ("fsdp2", "hsdp", "language", "nodes", "zero2", "zero3")),
+)
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (
     "grids/engines launch/train audit/audit launch/launchers launch/bench launch/train_meshes meshes/states "
@@ -94,6 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if file_of(item) in VERSIONS.split():
             item.add_marker("versions")
+        if item.name.startswith(LONG):
+            item.add_marker("long")
     if hasattr(config, "workerinput"):  # one of several workers
         places = {name: place for place, name in enumerate(SLOWEST.split())}
         items.sort(key=lambda item: places.get(file_of(item), 99))

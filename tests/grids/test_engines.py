@@ -33,7 +33,8 @@ def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1, long: int = 
         mine = values if is_whole else [values[(first + i * 3) % len(values)] for i in range(quick + slow + long)]
         for i, value in enumerate(mine):
             marks = [] if is_whole or i < quick else [pytest.mark.slow]
-            marks += [] if is_whole or i < quick + slow else [pytest.mark.long]
+            has_four_ranks = KINDS[name].world == 4 and sync in ("every", "gathered")
+            marks += [pytest.mark.long] if has_four_ranks or not (is_whole or i < quick + slow) else []
             found.append(pytest.param(name, sync, value, marks=marks, id=f"{name}-{sync}-{value}"))
     return found
 

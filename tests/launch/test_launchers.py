@@ -121,11 +121,7 @@ def test_demo_trains_and_proves_itself(tmp_path):
 MESHES = ("context", "pipeline", "tensor")
 
 
-SLOW = ("fsdp2", "hsdp", "language", "nodes", "zero2", "zero3")
-MARKED = [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in SLOW)) for path in CONFIGS]
-
-
-@pytest.mark.parametrize("path", MARKED)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_start(programs, tmp_path, path):
     """Runs the command in the first line; only --plan where GPUs are needed, or test_train_meshes.py runs it."""
     command = path.read_text().splitlines()[0].removeprefix("# ").split()

@@ -120,7 +120,7 @@ LOSSES = {"loss": (criterion, "R"), "replicated loss": (squares, "R"), "partial 
         *((4, "sequence", sync, 0.05, "root too") for sync in ("every", "gathered")),
         *((2, plan, "last", clip, "") for plan, clip in (("tensor", 1e9), ("sequence", 0.05))),
         (4, "tensor", "last", 0.05, "blocks alone"),  # beside plain parameters
-        *(pytest.param(8, "sequence", sync, 1e9, "root too", marks=pytest.mark.long) for sync in ("replicas", "last")),
+        *((8, "sequence", sync, 1e9, "root too") for sync in ("replicas", "last")),
     ],
 )
 @on_ranks()
