@@ -57,7 +57,7 @@ def every_place() -> dict[str, int]:
 @pytest.mark.parametrize("place", BUDGETS)
 def test_room_keeps_its_budget(place):
     meant, allowed = BUDGETS[place]
-    assert every_place()[place] <= max(meant, allowed)
+    assert every_place()[place] <= max(meant, allowed), "make something smaller, or raise it in BUDGETS and say why"
 
 
 def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings_nor_imports():
