@@ -90,7 +90,7 @@ class DDPEngine(Engine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         others = [p for p in parameters if id(p) not in self._replicated_ids]
         self._by_hand = averaged(self, others) if others else []
-        lacks = plan.lacks_terms if self.sync == "every" else plan.lacks_terms_in_last
+        lacks = plan.lacks_terms_in_last if self.sync == "last" else plan.lacks_terms
         not_here = plan.reduce_afterwards or not plan.num_counted.least or self.read_grad is not GRAD
         self._reduces = bool(self._plain) and not (lacks or not_here)
         apart = self._apart if self._reduces else self.wrappers
