@@ -43,13 +43,6 @@ class Centred(nn.Module):
         return x - x.mean(0) if self.training else x
 
 
-class CentredDropout(nn.Dropout):
-    """Dropout that does more than drop, in training mode alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0) if self.training else x)
-
-
 class Counting(nn.Module):
     """Its output depends on the number of calls so far."""
 
@@ -183,11 +176,10 @@ def test_cause_says_where_dropout_alone_makes_the_gradients_differ():
     dropouts = [nn.Dropout(0.2), nn.Dropout(0.3)]
     report = check(net(*dropouts), of_samples)
     assert not report.equivalent
-    assert re.search(r"the only cause, and it is: the error is .*e-1\d with these layers", report.causes[0])
+    assert re.search(r"the only cause; with this put aside the error is .*e-1\d$", report.causes[0])
     wrong = [
-        (net(*dropouts, nn.BatchNorm1d(8)), of_samples),
+        (net(nn.BatchNorm1d(8), *dropouts), of_pairs),
         (net(*dropouts, Centred()), of_samples),
-        (net(*dropouts, CentredDropout()), of_samples),
         (net(*dropouts, Counting()), of_samples),
         (net(*dropouts), of_pairs),
         (net(*dropouts), lambda m, b: of_samples(m, b, "sum")),
@@ -195,7 +187,7 @@ def test_cause_says_where_dropout_alone_makes_the_gradients_differ():
     ]
     for model, loss in wrong:
         report = check(model, loss)
-        assert not report.equivalent and "and it is" not in str(report.causes)
+        assert not report.equivalent and "put aside" not in str(report.causes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -303,7 +295,7 @@ def test_bad_batch_of_one_rank_raises_on_all_ranks():
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
     said = refused(accumulator.check, make_batch() if rank else "text", lambda b: of_samples(model, b))
     assert "a str without tensors or lists of samples has no batch dimension" in said
-    assert "rank 0 could not begin the check (TypeError: " in said or rank == 0
+    assert "rank 0 could not plan this window (TypeError: " in said or rank == 0
 
 
 def test_attention_that_drops_by_itself_is_put_aside():
@@ -314,6 +306,6 @@ def test_attention_that_drops_by_itself_is_put_aside():
 
     report = check(net(nn.Dropout(0.2), Attending()), of_samples)
     assert [cause.split(":")[0] for cause in report.causes] == ["dropout", "random"]
-    assert re.search(r"the check went on so, and the error is .*e-1\d$", report.causes[1])
+    assert re.search(r"the only cause; with this put aside the error is .*e-1\d$", report.causes[1])
     report = check(net(Attending()), lambda m, b: of_samples(m, b, "sum"))
     assert [cause.split(":")[0] for cause in report.causes] == ["random", "reduction"]

@@ -31,10 +31,9 @@ from ...batch import (
 )
 from ...batches import Batches, DrawFn, cut_up
 from ...batchnorm import KINDS
-from ...law import DistaccumError, all_or_none
+from ...law import DistaccumError
 from ...norms import local
 from ...planning import Planner
-from ...text import in_short
 from ...window import LOOP
 from ..update import SUM_OF_SAMPLES, LossFn, Snapshot, run_all
 
@@ -82,28 +81,23 @@ class Comparison:
 
     def _of_all_ranks(self) -> tuple[Any, int]:
         """The batch of all ranks, joined on each of them, and its length."""
-        failed, length = None, 0
+        if not self.parameters:
+            raise ValueError(
+                "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
+                "trained (requires_grad_(True))"
+            )
+        # Raises on all ranks what one of them cannot cut.
+        self._trial.plan(cut_up(self._own, self._trial.job, self._columns), SUM_OF_SAMPLES).discard()
         peers = self.engine.peers
-        try:
-            if not self.parameters:
-                raise ValueError(
-                    "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
-                    "trained (requires_grad_(True))"
-                )
-            length = self._columns.length_of(self._own)
-        except Exception as error:
-            # The others wait in the gathering below, which tells them.
-            failed = error
-            peers.tell(error)
+        length = self._columns.length_of(self._own)
         own = self._own if peers.num_ranks == 1 else map_tensors(self._own, Tensor.cpu)
-        everyone = peers.gather_objects((own, length, failed and in_short(failed)))
-        all_or_none([why for *_, why in everyone], failed, "rank {ranks} could not begin the check ({why})")
-        lengths = [length for _, length, _ in everyone if length]
+        everyone = peers.gather_objects((own, length))
+        lengths = [length for _, length in everyone if length]
         if sum(lengths) < 2:
             raise ValueError(f"check() got {sum(lengths)} samples, expected at least two, to cut between them")
         if peers.num_ranks == 1:
             return own, length
-        joined = join_batches([batch for batch, length, _ in everyone if length], lengths, self.whole)
+        joined = join_batches([batch for batch, length in everyone if length], lengths, self.whole)
         return map_tensors(joined, lambda t: t.to(self.parameters[0].device)), sum(lengths)
 
     def count(self, name: str, batch: Any, length: int) -> float:

@@ -179,74 +179,61 @@ def _report(comparison: Comparison) -> Report:
     )
 
 
-def _causes_of(comparison: Comparison) -> list[str]:
-    """The causes that show; leaves the layers that they name in eval mode, so that other causes show too."""
-    training = [(name, module) for name, module in comparison.modules if module.training]
-    causes = dict[str, str]()
-    for name, probe, text in CAUSES:
-        seen = probe(comparison, training)
-        if seen is not None:
-            causes[name] = f"{name}: " + text.format(seen=seen)
-    if causes:
-        if _differs(comparison):
-            return [*causes.values()]
-        errors = comparison.compare()
-        if comparison.agrees(errors):
-            left = max(error for _, error in errors)
-            # A layer of your own may do more than drop in training mode.
-            are_torchs = all(type(module).__module__.startswith("torch.") for _, module in training if _drops(module))
-            if [*causes][-1] == "random":
-                causes["random"] += f", and the error is {left:.1e}"
-            elif [*causes] == ["dropout"] and are_torchs:
-                causes["dropout"] += f", and it is: the error is {left:.1e} with these layers in eval mode"
-            return [*causes.values()]
-    in_losses = [_cause_in_the_loss(comparison, name) for name in comparison.reductions]
-    every = [*causes.values(), *dict.fromkeys(cause for cause in in_losses if cause is not None)]
-    return every or ["unknown: no cause was found; the error is beyond rounding"]
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, DROPOUTS) and module.p > 0
 
 
-def _dropout(comparison: Comparison, training: Named) -> str | None:
-    dropping = [(name, module) for name, module in training if _drops(module)]
-    return _into_eval(dropping) if dropping and _differs(comparison) else None
+def _normalises(module: nn.Module) -> bool:
+    return isinstance(module, KINDS)
 
 
-def _random(comparison: Comparison, training: Named) -> str | None:
-    if not _differs(comparison):
-        return None
-    _into_eval(training)
-    if _differs(comparison):
-        return "draw none to see the other causes"
-    return "in eval mode all calls agree, as where attention drops by itself (GPT-2's); the check went on so"
-
-
-def _batchnorm(comparison: Comparison, training: Named) -> str | None:
-    normalising = [(name, module) for name, module in training if isinstance(module, KINDS)]
-    return _into_eval(normalising) if normalising else None
-
-
-# Causes that a layer's mode shows, in turn: the name, a probe for what is `seen` of it, or None, and the cure.
-CAUSES = (
+# Layers that make micro-batches differ in training mode: the cause, which they are, and the cure.
+LAYERS = (
     (
         "dropout",
-        _dropout,
-        "random numbers are drawn by {seen}, and micro-batches draw others; the gradient is that of the masks that "
+        _drops,
+        "random numbers are drawn by {layers}, and micro-batches draw others; the gradient is that of the masks that "
         "were drawn, as dropout means it: nothing to do, where this is the only cause",
     ),
     (
-        "random",
-        _random,
-        "the model or the loss gives the same batch another gradient the second time: random numbers are drawn outside "
-        "of dropout layers, or something is kept between calls (a buffer, an attribute); random numbers need no cure "
-        "if they are the only cause; {seen}",
-    ),
-    (
         "batchnorm",
-        _batchnorm,
-        "in training mode a sample's output depends on the others in {seen}, and a micro-batch has fewer of them; "
+        _normalises,
+        "in training mode a sample's output depends on the others in {layers}, and a micro-batch has fewer of them; "
         "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it "
         "with batchnorm='ignore'",
     ),
 )
+RANDOM = (
+    "random: the model or the loss gives the same batch another gradient the second time: random numbers are drawn "
+    "outside of dropout layers (as by attention that drops by itself), or something is kept between calls (a buffer, "
+    "an attribute); random numbers need no cure if they are the only cause"
+)
+
+
+def _causes_of(comparison: Comparison) -> list[str]:
+    """The causes that show; leaves the layers that they name in eval mode, so that other causes show too."""
+    training = [(name, module) for name, module in comparison.modules if module.training]
+    causes: list[str] = []
+    for cause, is_one, text in LAYERS:
+        layers = [(name, module) for name, module in training if is_one(module)]
+        if layers:
+            _put_into_eval(layers)
+            causes.append(f"{cause}: {text.format(layers=_named(layers))}")
+    if _differs(comparison):
+        _put_into_eval(training)
+        causes.append(RANDOM)
+        if _differs(comparison):
+            causes[-1] += "; draw none to see the other causes"
+            return causes
+    errors = comparison.compare() if causes else []
+    if causes and comparison.agrees(errors):
+        causes[-1] += f"; with this put aside the error is {max(error for _, error in errors):.1e}"
+        return causes
+    in_losses = [_cause_in_the_loss(comparison, name) for name in comparison.reductions]
+    every = [*causes, *dict.fromkeys(cause for cause in in_losses if cause is not None)]
+    return every or ["unknown: no cause was found; the error is beyond rounding"]
 
 
 def _differs(comparison: Comparison) -> bool:
@@ -315,15 +302,12 @@ def _denominators(parts: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[
             yield what, f"count=count_tokens({where}{', shift=True' * shift})", kept
 
 
-def _drops(module: nn.Module) -> bool:
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        return module.dropout > 0
-    return isinstance(module, DROPOUTS) and module.p > 0
-
-
-def _into_eval(modules: Named) -> str:
-    """Puts modules into eval mode; returns their names and classes, such as "drop (Dropout)"."""
+def _put_into_eval(modules: Named) -> None:
     for _, module in modules:
         module.eval()
+
+
+def _named(modules: Named) -> str:
+    """Their names and classes, such as "drop (Dropout)"."""
     kinds = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules))
     return f"{shorten([name or 'the model' for name, _ in modules])} ({kinds})"
