@@ -1,6 +1,5 @@
 """DDP on real gloo ranks: the law, and the cost of reductions."""
 
-import copy
 from unittest.mock import patch
 
 import pytest
@@ -17,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from distaccum import Accumulator
 from tests.support.counting import Counting
 from tests.support.inside import storages_kept
-from tests.support.oracle import choices, choices_off, everything, loss_of_choice, own
+from tests.support.oracle import choices, choices_off, everything, loss_of_choice, own, step_off
 from tests.support.problems import Choosing, make_batch, make_net, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, error, gradient, loss_of, refused, run_window, weights
+from tests.support.windows import accumulating, loss_of, refused, run_window, weights
 
 # Common ways to wrap a model: each must be exact and reduce once.
 
@@ -90,51 +89,43 @@ def reductions(collectives, num_elements):
 @on_ranks(2)
 def test_wrappings_of_ddp_are_exact_with_uneven_and_dry_ranks(name, sync):
     make, wrap = WRAPPINGS[name]
-    model, plain = wrap(make()), make()
-    reference = copy.deepcopy([*model.parameters()])
-    optimizer = SGD(model.parameters(), lr=0.0, momentum=0.9)
-    accumulator = Accumulator(model, optimizer, sync=sync, batchnorm="ignore")
-    seen = []
+    model = wrap(make())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), sync=sync, batchnorm="ignore")
+    reduces_alone = name in ("plain", "gradient_as_bucket_view", "buffers", "checkpoint", "allreduce_hook")
     for index, layout in enumerate(UNEVEN):
+        sent: list[list[tuple[str, int]]] = []  # in the plan, in each forward and backward, and after them
         with Counting() as count:
             window = accumulator.window(own(layout, index))
-            plan = count.take()
-            steps = []
-            for micro_batch in window:
-                loss = loss_of(model, micro_batch)
-                forward = count.take()
+            sent.append(count.take())
+
+            def run(batch, window=window, sent=sent, count=count):
+                loss = loss_of(model, batch)
+                sent.append(count.take())
                 window.backward(loss)
-                steps.append((forward, count.take()))
-            after = count.take()
-        plain.zero_grad()
-        loss = loss_of(plain, everything(layout, index))
-        loss.backward()
-        wrong = error(gradient(model), gradient(plain))
-        update = window.step()
-        seen.append((max(wrong, abs(update.loss - loss.item()) / loss.item()), plan, steps, after))
+                sent.append(count.take())
+
+            take = lambda sent=sent, count=count: sent.append(count.take())  # noqa: E731
+            off = step_off(model, window, make(), everything(layout, index), run=run, between=take)
+        assert max(off) <= 1e-12
         assert all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, DistributedDataParallel))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference, strict=True))
-    assert max(wrong for wrong, *_ in seen) <= 1e-12
-    if sync == "last" and name in ("plain", "gradient_as_bucket_view", "buffers", "checkpoint", "allreduce_hook"):
-        assert_reduced_once(seen)
+        if sync == "last" and reduces_alone:
+            assert_reduced_once(layout, index, *sent)
 
 
-def assert_reduced_once(seen):
-    for index, (layout, (_, plan, steps, after)) in enumerate(zip(UNEVEN, seen, strict=True)):
-        expected = ["exchange"] * (1 if index else 2)
-        assert [kind for kind, _ in plan] == expected, "the plan is one small collective; the first compares ranks too"
-        backwards = [reductions(backward, 50) for _, backward in steps]
-        # A rank without a forward sends buffers here, and all agree on DDP's buckets, once.
-        after = [one for one in after if one[0] != "broadcast_"]
-        if [] in layout:
-            assert sum(map(len, backwards)) == 0
-            assert len(reductions(after, 50)) == 1
-            assert len(after) == 2, "the ranks' counts, and the reduction"
-        else:
-            assert backwards == [[]] * (len(steps) - 1) + [["allreduce_"]]
-            assert after == []
-        for forward, _ in steps:
-            assert {kind for kind, _ in forward} <= {"broadcast_"}, "DDP's buffers"
+def assert_reduced_once(layout, index, plan, *steps):
+    *steps, after = steps
+    assert [kind for kind, _ in plan] == ["exchange"] * (1 if index else 2), "the first compares ranks too"
+    assert {kind for forward in steps[::2] for kind, _ in forward} <= {"broadcast_"}, "DDP's buffers"
+    backwards = [reductions(backward, 50) for backward in steps[1::2]]
+    # A rank without a forward sends buffers here, and all agree on DDP's buckets, once.
+    after = [kind for kind in after if kind[0] != "broadcast_"]
+    if [] in layout:
+        assert sum(map(len, backwards)) == 0
+        assert len(reductions(after, 50)) == 1
+        assert len(after) == 2, "the ranks' counts, and the reduction"
+    else:
+        assert backwards == [[]] * (len(backwards) - 1) + [["allreduce_"]]
+        assert after == []
 
 
 @on_ranks(2)
