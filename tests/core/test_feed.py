@@ -18,26 +18,13 @@ from tqdm import tqdm
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, error, gradient, loss_of
-
-
-def one_weight(**options: Any) -> tuple[nn.Module, Accumulator]:
-    return accumulating(nn.Linear(1, 1, bias=False), **options)
+from tests.support.windows import accumulating, error, gradient, gradient_of, loss_of, numbers_of, one_weight
 
 
 def noting(num: int, drawn: list[int]) -> Iterator[Tensor]:
     for i in range(num):
         drawn.append(i)
         yield torch.full((1, 1), float(i))
-
-
-def run(window: Any, model: nn.Module) -> list[int]:
-    seen = []
-    for x in window:
-        seen.append(int(x))
-        window.backward(model(x).sum())
-    window.step()
-    return seen
 
 
 @pytest.mark.parametrize(("steps", "paced"), [(1, [2]), (2, [3, 4]), (4, [5, 6, 7, 8])])
@@ -53,14 +40,14 @@ def test_each_micro_step_draws_one_of_the_next_window(steps, paced):
         window.backward(model(x).sum())
     window.step()
     assert found == paced
-    assert run(next(windows), model) == list(range(steps, 2 * steps))
+    assert numbers_of(next(windows), model) == list(range(steps, 2 * steps))
 
 
 def test_window_without_ahead_is_drawn_when_it_is_requested():
     model, accumulator = one_weight(steps=3)
     drawn: list[int] = []
     for i, window in enumerate(accumulator.windows(noting(9, drawn), ahead=False)):
-        run(window, model)
+        numbers_of(window, model)
         assert len(drawn) == 3 * (i + 1)
 
 
@@ -70,7 +57,7 @@ def test_length_that_changes_between_two_windows_takes_effect_at_once():
     model, accumulator = one_weight(steps=lambda _: length[0])
     seen = []
     for window in accumulator.windows(noting(13, [])):
-        seen.append(run(window, model))
+        seen.append(numbers_of(window, model))
         length[0] = (2, 5, 1, 3, 9)[len(seen) % 5]
     assert [len(numbers) for numbers in seen] == [2, 5, 1, 3, 2] and list(itertools.chain(*seen)) == list(range(13))
 
@@ -93,30 +80,6 @@ def test_length_that_changes_between_two_windows_takes_effect_at_once():
     assert 4 < most <= 8
 
 
-def breaking(at: int) -> Iterator[Tensor]:
-    for i in itertools.count():
-        if i == at:
-            raise OSError("the disk is gone")
-        yield torch.full((1, 1), float(i))
-
-
-@pytest.mark.parametrize(
-    ("loader", "options", "kind", "words"),
-    [
-        (lambda: breaking(5), {}, OSError, "the disk is gone"),
-        (lambda: noting(9, []), {"count": lambda x: -1.0 if int(x) == 4 else 1.0}, ValueError, r"count gave -1.0"),
-        (lambda: noting(9, []), {"steps": lambda index: 3 - 3 * index}, ValueError, "steps"),
-    ],
-)
-def test_error_is_raised_where_its_window_is_requested(loader, options, kind, words):
-    model, accumulator = one_weight(**{"steps": 3, **options})
-    windows = accumulator.windows(loader())
-    assert run(next(windows), model) == [0, 1, 2]  # all that follows was drawn in it
-    with pytest.raises(kind, match=words):
-        next(windows)
-    assert accumulator.index == 1
-
-
 @pytest.mark.parametrize("is_held", [True, False])
 @pytest.mark.parametrize("is_weak", [True, False])
 def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak, is_held):
@@ -126,16 +89,16 @@ def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak, i
     loops = iter([*loops]) if is_held else loops  # as a progress bar holds the one that was left
     seen = []
     for window in next(loops):
-        seen += run(window, model)
+        seen += numbers_of(window, model)
         if len(seen) == 4:
             break
-    run(next(accumulator.windows(noting(4, []))), model)  # of another loader, which is left too
+    numbers_of(next(accumulator.windows(noting(4, []))), model)  # of another loader, which is left too
     for window in next(loops):
         for _ in window:
             break  # the window is discarded, and what was drawn ahead of it is not
         break
     for window in next(loops):
-        seen += run(window, model)
+        seen += numbers_of(window, model)
     assert seen == [0, 1, 2, 3, 6, 7, 8, 9, 10]
 
 
@@ -145,7 +108,7 @@ def test_windows_have_the_length_of_their_loader():
     windows = accumulator.windows(batches)
     bar = tqdm(windows, disable=True)
     assert len(windows) == bar.total == 4
-    assert sum(1 for window in bar if run(window, model)) == 4
+    assert sum(1 for window in bar if numbers_of(window, model)) == 4
     with pytest.raises(TypeError, match="no len"):
         len(accumulator.windows(noting(3, [])))
     assert tqdm(accumulator.windows(noting(3, [])), disable=True).total is None
@@ -153,11 +116,9 @@ def test_windows_have_the_length_of_their_loader():
 
 def test_counts_on_a_device_are_not_read_before_their_window_is_requested():
     """The meta device raises for whoever reads a value."""
-    model, accumulator = one_weight(
-        steps=2, count=lambda x: torch.ones(()) if int(x) < 2 else torch.ones(()).to("meta")
-    )
+    model, accumulator = one_weight(steps=2, count=lambda x: torch.ones((), device="cpu" if int(x) < 2 else "meta"))
     windows = accumulator.windows(noting(9, []))
-    assert run(next(windows), model) == [0, 1]
+    assert numbers_of(next(windows), model) == [0, 1]
     with pytest.raises(NotImplementedError):
         next(windows)
 
@@ -191,7 +152,8 @@ def leave(window: Any, model: nn.Module, mine: random.Random) -> None:
 def test_windows_are_exact_after_ranks_left_others_at_different_places():
     both = random.Random(1)
     mine = random.Random(1000 + dist.get_rank())
-    model, accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 2).double()), steps=4)
+    plain = nn.Linear(3, 2).double()
+    model, accumulator = accumulating(DistributedDataParallel(copy.deepcopy(plain)), steps=4)
     num_complete = num_left = 0
     while num_complete < 40 or num_left < 20:
         drawn = [torch.randn(mine.randint(1, 4), 3, dtype=torch.float64) for _ in range(mine.randint(1, 12))]
@@ -207,10 +169,8 @@ def test_windows_are_exact_after_ranks_left_others_at_different_places():
                 seen += [x] * (not window.stand_in)
                 window.backward(loss_of(model, x))
             dist.all_gather_object(every := [seen] * 3, seen)
-            plain = copy.deepcopy(model.module)
-            plain.zero_grad()
-            loss_of(plain, torch.cat([x for of_rank in every for x in of_rank])).backward()
-            assert error(gradient(model), gradient(plain)) <= 1e-12
+            exact = gradient_of(copy.deepcopy(plain), torch.cat([x for of_rank in every for x in of_rank]))
+            assert error(gradient(model), exact) <= 1e-12
             window.step()
             if both.random() < 0.2:
                 break

@@ -6,12 +6,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from distaccum import DistaccumError
 from tests.support.problems import Stream
-from tests.support.windows import accumulating, run_window
+from tests.support.windows import accumulating, numbers_of, one_weight, run_window
 
 NUMBERS = [1.0, 2.0, 3.0, 4.0, 5.0]
 SAMPLES = [torch.tensor([number]) for number in NUMBERS]
@@ -58,23 +57,13 @@ LOADERS = {
 
 
 def seen_in(windows, model):
-    """The micro-batches of each window; the gradient must be their mean."""
-    epoch = []
-    for window in windows:
-        seen = []
-        for micro_batch in window:
-            seen.append(micro_batch.item())
-            window.backward(model(micro_batch).mean())
-        assert model.weight.grad.item() == pytest.approx(sum(seen) / len(seen), rel=1e-6)
-        window.step()
-        epoch.append(seen)
-    return epoch
+    return [numbers_of(window, model) for window in windows]
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_micro_batches_are_used_once_and_the_epoch_ends(name):
     make, has_another_epoch = LOADERS[name]
-    loader, (model, accumulator) = make(), accumulating(nn.Linear(1, 1, bias=False), steps=2)
+    loader, (model, accumulator) = make(), one_weight(steps=2)
     for expected in (WINDOWS, WINDOWS if has_another_epoch else []):
         # One window more than expected: the tested fault repeated windows forever.
         said = nullcontext() if expected else pytest.warns(UserWarning, match="yields no micro-batch .* each epoch")
@@ -109,7 +98,7 @@ REFILLED = {
 @pytest.mark.parametrize("name", REFILLED)
 def test_loader_that_yields_the_same_memory_again_is_refused(name, steps):
     """By windows() before the first forward; where a window holds no more than are safe, it is exact."""
-    loader, (model, accumulator) = REFILLED[name], accumulating(nn.Linear(1, 1, bias=False), 1.0, steps=steps)
+    loader, (model, accumulator) = REFILLED[name], one_weight(lr=1.0, steps=steps)
     if loader is buffers_in_turn and steps == 1:
         assert seen_in(accumulator.windows(loader()), model) == [[number] for number in NUMBERS]
         return
@@ -125,7 +114,7 @@ def test_same_memory_may_be_yielded_again_unchanged(ahead):
     one, parts = torch.ones(1, 1), torch.tensor([[1.0], [2.0], [3.0], [4.0]]).split(1)
     array, strided = np.ones((1, 1), "float32"), torch.ones(1, 8)[:, ::8]
     for loader in ([one] * 4, parts, [torch.from_numpy(array) for _ in range(4)], [one * torch.nan] * 4, [strided] * 4):
-        model, accumulator = accumulating(nn.Linear(1, 1, bias=False), steps=2, on_nonfinite="ignore")
+        model, accumulator = one_weight(steps=2, on_nonfinite="ignore")
         for window in accumulator.windows(loader, ahead=ahead):
             run_window(window, model, lambda model, x: model(x.mul_(2.0)).mean()).step()
         assert accumulator.index == 2
@@ -134,7 +123,7 @@ def test_same_memory_may_be_yielded_again_unchanged(ahead):
 def test_tensors_whose_memory_is_not_looked_at_are_yielded_as_they_are():
     dense = torch.ones(2, 1)
     nested = torch.nested.nested_tensor([dense[:, 0], dense[:1, 0]], layout=torch.jagged)
-    model, accumulator = accumulating(nn.Linear(1, 1, bias=False), steps=2, count=lambda batch: batch.pop("rows"))
+    model, accumulator = one_weight(steps=2, count=lambda batch: batch.pop("rows"))
     batch = {"x": dense, "s": torch.eye(3).to_sparse(), "n": nested, "rows": 2}
     for window in accumulator.windows([{**batch} for _ in range(4)]):  # count takes a number out, and no memory
         run_window(window, model).step()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import MultiplicativeLR, StepLR
 
 from distaccum import Accumulator
 from tests.support.ranks import may_have_children
-from tests.support.windows import run_window
+from tests.support.windows import numbers_of, one_weight, run_window
 
 STEPS, EPOCHS = 2, 2
 BEFORE, IN_LOOP, EDGE, STEPPED, EPOCH = (
@@ -236,18 +236,13 @@ def test_state_at_any_place_resumes_to_the_same_bits(ranks, kind):
     assert not of_ranks or ranks(2).run(wrong, kind, of_ranks, their_updates) == [[], []]
 
 
-def weight_and_accumulator(**options: Any) -> tuple[nn.Module, SGD, Accumulator]:
+def test_window_that_was_left_does_not_keep_another_accumulator_from_its_step():
     model = nn.Linear(1, 1, bias=False)
     optimizer = SGD(model.parameters(), lr=0.1)
-    return model, optimizer, Accumulator(model, optimizer, steps=2, **options)
-
-
-def test_window_that_was_left_does_not_keep_another_accumulator_from_its_step():
-    model, optimizer, first = weight_and_accumulator()
+    first, second = (Accumulator(model, optimizer, steps=2) for _ in range(2))
     for left in first.windows([torch.ones(1, 1)] * 2):
         run_window(left, model)
         break
-    second = Accumulator(model, optimizer, steps=2)
     with pytest.warns(UserWarning, match="gradients that stood before the window"):
         run_window(window := second.window([torch.ones(1, 1)] * 2), model)
     assert window.step().stepped and "complete" in repr(left)
@@ -255,41 +250,37 @@ def test_window_that_was_left_does_not_keep_another_accumulator_from_its_step():
 
 def test_state_in_a_hook_has_the_scale_of_the_next_update():
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    model, optimizer, accumulator = weight_and_accumulator(scaler=scaler)
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, scaler=scaler)
     states: list[Any] = []
     optimizer.register_step_post_hook(lambda *_: states.append(accumulator.state_dict()))
     run_window(accumulator.window([torch.ones(1, 1)]), model).step()
     assert states[0]["scaler"] == accumulator.state_dict()["scaler"] == {**states[0]["scaler"], "scale": 16.0}
 
 
-@pytest.mark.parametrize("what", ["loader", "count"])
-def test_state_after_an_error_in_planning_begins_with_that_window(what):
+@pytest.mark.parametrize("what", ["the disk is gone", "count gave -1", r"steps\(1\)=0"])
+def test_error_in_planning_is_raised_where_its_window_is_requested_and_a_state_begins_with_that_window(what):
     class Broken(Shuffling):
         def __iter__(self) -> Iterator[torch.Tensor]:
             for number, item in enumerate(super().__iter__()):
-                if what == "loader" and number == 2:
-                    raise OSError("the disk is gone")
+                if "disk" in what and number == 3:
+                    raise OSError(what)
                 yield item
 
     items = [torch.full((1, 1), float(i)) for i in range(6)]
     calls = itertools.count(1)
-    count = (lambda _: -1 if next(calls) == 3 else 1) if what == "count" else (lambda _: 1)
-    model, _, accumulator = weight_and_accumulator(count=count)
-    with pytest.raises((OSError, ValueError), match=r"the disk is gone|count gave -1"):
-        for window in accumulator.windows(Broken(items)):
-            run_window(window, model).step()
+    count = (lambda _: -1 if next(calls) == 4 else 1) if "count" in what else (lambda _: 1)
+    steps = (lambda index: 2 - 2 * index) if "steps" in what else 2
+    model, accumulator = one_weight(count=count, steps=steps)
+    windows = accumulator.windows(Broken(items))
+    seen = numbers_of(next(windows), model)  # all that follows was drawn in it
+    with pytest.raises((OSError, ValueError), match=what):
+        next(windows)
+    assert accumulator.index == 1
     state = accumulator.state_dict()
-    model, _, accumulator = weight_and_accumulator()
+    model, accumulator = one_weight(steps=2)
     accumulator.load_state_dict(state)
-    seen = [int(x) for window in accumulator.windows(Shuffling(items)) for x in run_and_step(window, model)]
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(1)).tolist()
-    assert seen == order[2:]
-
-
-def run_and_step(window: Any, model: nn.Module) -> list[torch.Tensor]:
-    seen = []
-    for x in window:
-        seen.append(x)
-        window.backward(model(x).mean())
-    window.step()
-    return seen
+    for window in accumulator.windows(Shuffling(items)):
+        seen += numbers_of(window, model)
+    assert seen == torch.randperm(6, generator=torch.Generator().manual_seed(1)).tolist()

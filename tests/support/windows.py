@@ -1,6 +1,7 @@
 """Accumulators, their windows, what they refuse, and the vectors that are compared."""
 
 import gc
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -64,6 +65,21 @@ def run_window(window: Any, model: nn.Module, loss_fn: Callable[..., Tensor] = l
     for micro_batch in window:
         window.backward(loss_fn(model, micro_batch))
     return window
+
+
+def one_weight(**options: Any) -> tuple[nn.Module, Accumulator]:
+    return accumulating(nn.Linear(1, 1, bias=False), **options)
+
+
+def numbers_of(window: Any, model: nn.Module) -> list[int]:
+    """Runs and steps a window of single numbers, and returns them; the gradient must be their mean."""
+    numbers = []
+    for x in window:
+        numbers.append(int(x))
+        window.backward(model(x).mean())
+    assert math.isclose(model.weight.grad.item(), sum(numbers) / len(numbers), rel_tol=1e-6)
+    window.step()
+    return numbers
 
 
 def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
