@@ -24,58 +24,42 @@ class Quiet(Extension):
     pass
 
 
-def momentum(model, rank):
-    return {"optimizer": SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)}
-
-
-def kinds(model, rank):
-    return {"optimizer": (SGD, Adam)[rank](model.parameters(), lr=0.1)}
-
-
-def fewer(model, rank):
-    return {"optimizer": SGD(list(model.parameters())[rank:], lr=0.1)}
-
-
-def schedules(model, rank):
-    optimizer = SGD(model.parameters(), lr=0.1)
-    return {"optimizer": optimizer, "scheduler": (ConstantLR, StepLR)[rank](optimizer, 1)}
-
-
 # What an error names, and the options of each rank
 OPTIONS = {
-    "steps (rank 0: 2; rank 1: 3)": lambda rank: {"steps": 2 + rank},
-    "steps (rank 0: 2; rank 1: function)": lambda rank: {"steps": (2, lambda index: 2)[rank]},
-    "max_norm (rank 0: 1.0; rank 1: None)": lambda rank: {"max_norm": (1, None)[rank]},
-    "sync (rank 0: last; rank 1: every)": lambda rank: {"sync": ("last", "every")[rank]},
-    "on_nonfinite (rank 0: skip; rank 1: raise)": lambda rank: {"on_nonfinite": ("skip", "raise")[rank]},
-    "reduction (rank 0: {'samples': 'mean'}; rank 1: {'samples': 'sum'})": lambda rank: {
-        "reduction": ("mean", "sum")[rank]
+    "steps (rank 0: 2; rank 1: 3)": {"steps": (2, 3)},
+    "steps (rank 0: 2; rank 1: function)": {"steps": (2, lambda index: 2)},
+    "max_norm (rank 0: 1.0; rank 1: None)": {"max_norm": (1, None)},
+    "sync (rank 0: last; rank 1: every)": {"sync": ("last", "every")},
+    "on_nonfinite (rank 0: skip; rank 1: raise)": {"on_nonfinite": ("skip", "raise")},
+    "reduction (rank 0: {'samples': 'mean'}; rank 1: {'samples': 'sum'})": {"reduction": ("mean", "sum")},
+    "reduction (rank 0: {'a': 'mean'}; rank 1: {'a': 'mean', 'b': 'mean'})": {
+        "count": [dict.fromkeys(names, count_samples) for names in ("a", "ab")]
     },
-    "reduction (rank 0: {'a': 'mean'}; rank 1: {'a': 'mean', 'b': 'mean'})": lambda rank: {
-        "count": dict.fromkeys("ab"[: rank + 1], count_samples)
+    "count (rank 0: {'n': 'function'}; rank 1: {'n': 'TokenCount'})": {
+        "count": [{"n": count} for count in (count_samples, count_tokens("x"))]
     },
-    "count (rank 0: {'n': 'function'}; rank 1: {'n': 'TokenCount'})": lambda rank: {
-        "count": {"n": (count_samples, count_tokens("x"))[rank]}
-    },
-    "scaler (rank 0: None; rank 1: GradScaler)": lambda rank: {"scaler": (None, torch.amp.GradScaler("cpu"))[rank]},
-    "extensions (rank 0: []; rank 1: ['Quiet'])": lambda rank: {"extensions": [Quiet()] * rank},
+    "scaler (rank 0: None; rank 1: GradScaler)": {"scaler": (None, torch.amp.GradScaler("cpu"))},
+    "extensions (rank 0: []; rank 1: ['Quiet'])": {"extensions": ([], [Quiet()])},
+    "scheduler (rank 0: ['ConstantLR']; rank 1: ['StepLR'])": {"scheduler": (ConstantLR, StepLR)},
 }
 OPTIMIZERS = {
-    "momentum in group 0 of SGD (rank 0: 0.0; rank 1: 0.1)": momentum,
-    "optimizer (rank 0: ['SGD']; rank 1: ['Adam'])": kinds,
-    "the number of parameters in group 0 of SGD (rank 0: 6; rank 1: 5)": fewer,
-    "scheduler (rank 0: ['ConstantLR']; rank 1: ['StepLR'])": schedules,
+    "momentum in group 0 of SGD (rank 0: 0.0; rank 1: 0.1)": lambda p, rank: SGD(p, lr=0.1, momentum=0.1 * rank),
+    "optimizer (rank 0: ['SGD']; rank 1: ['Adam'])": lambda p, rank: (SGD, Adam)[rank](p, lr=0.1),
+    "the number of parameters in group 0 of SGD (rank 0: 6; rank 1: 5)": lambda p, rank: SGD(p[rank:], lr=0.1),
 }
 
 
 @on_ranks(2)
 def test_settings_that_differ_between_ranks_are_named_on_all_of_them():
     rank = dist.get_rank()
-    for said, given in [*OPTIONS.items(), *OPTIMIZERS.items()]:
+    for said in (*OPTIONS, *OPTIMIZERS):
         model = DistributedDataParallel(trunk())
-        options = given(rank) if said in OPTIONS else given(model, rank)
+        options = {name: values[rank] for name, values in OPTIONS.get(said, {}).items()}
+        optimizer = OPTIMIZERS.get(said, lambda p, _: SGD(p, lr=0.1))([*model.parameters()], rank)
+        if "scheduler" in options:
+            options["scheduler"] = options["scheduler"](optimizer, 1)
         before = weights(model)
-        accumulator = Accumulator(model, options.pop("optimizer", SGD(model.parameters(), lr=0.1)), **options)
+        accumulator = Accumulator(model, optimizer, **options)
         batches = micro_batches_of([[2, 3]] * 2, 0, rank)
         seen = refused(accumulator.window, batches)
         assert seen.startswith(f"DistaccumError: ranks disagree on {said}, expected the same everywhere"), seen
@@ -128,9 +112,8 @@ def waiting(how, comes_late):
 def test_rank_that_does_not_come_is_named_with_the_error_that_kept_it(how, where, comes_late):
     with closing(Ranks(2)) as ranks:  # of its own, since the group cannot be used any more
         said, _ = ranks.run(waiting, how, comes_late)
-    assert said.startswith(
-        f"LostRanksError: rank 0 lost contact with the other ranks: it waited in its first window for rank 1{where}"
-    )
+    begins = "LostRanksError: rank 0 lost contact with the other ranks: it waited in its first window for rank 1"
+    assert said.startswith(begins + where)
 
 
 @on_ranks(4)
