@@ -14,16 +14,8 @@ from torch.optim import SGD, lr_scheduler  # noqa: F401  # in a table
 import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, WideSums  # noqa: F401  # in a table
-from tests.support.problems import gradient_of_trunk, make_batch, trunk
-from tests.support.windows import error, gradient, hooked, loss_of, refused, rows_of, run_window, says, weights
-
-BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
-
-
-def assert_next_is_exact(accumulator, model):
-    run_window(accumulator.window(BATCHES), model)
-    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
-
+from tests.support.problems import BATCHES, assert_next_is_exact, trunk
+from tests.support.windows import hooked, loss_of, refused, rows_of, run_window, says, weights
 
 # 1. Of the Accumulator's arguments; in a sentence, ... stands for any words
 

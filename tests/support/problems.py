@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 from distaccum import count_samples, count_tokens
-from tests.support.windows import gradient, gradient_of
+from tests.support.windows import error, gradient, gradient_of, run_window
 
 IGNORED = -100
 
@@ -127,3 +127,12 @@ def micro_batches_of(
 def gradient_of_trunk(micro_batches: Sequence[Batch]) -> Tensor:
     """The gradient of the one big batch."""
     return gradient_of(trunk(), join(micro_batches))
+
+
+BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
+
+
+def assert_next_is_exact(accumulator: Any, model: nn.Module) -> None:
+    """Of a trunk that has its first weights."""
+    run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
