@@ -44,9 +44,8 @@ def undescribed(name, member):
     given = set(inspect.signature(member).parameters) - {"self", "cls"}
     said = section(doc, "Args")
     named = set(re.findall(r"`(\w+)`", doc))  # or in the text
-    return [f"{name}({one})" for one in sorted(given - said - named)] + [
-        f"{name} has no {one}" for one in sorted(said - given)
-    ]
+    undescribed = [f"{name}({argument})" for argument in sorted(given - said - named)]
+    return undescribed + [f"{name} has no {argument}" for argument in sorted(said - given)]
 
 
 def members_of(kind):

@@ -64,14 +64,11 @@ def test_hybrid_strategy_of_one_shard_is_refused():
 @on_ranks(2)
 def test_wrappers_that_cannot_accumulate_are_refused_with_their_own_cure():
     from torch.distributed._composable.replicate import replicate
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     composed, lightning = replicate(nn.Linear(2, 2)), LightningModule(2, 2)
-    parallel = parallelize_module(
-        nn.Linear(2, 2), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"], ColwiseParallel()
-    )
+    parallel = parallelize_module(nn.Linear(2, 2), mesh_of((2, 1), "a", "b")["b"], ColwiseParallel())
     stage = PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
     divides, without_loss = ScheduleGPipe(stage, 2), ScheduleGPipe(stage, 2, scale_grads=False)
     sharded, one = fully_sharded()(make_net_without_router(), 0.1)

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import re
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -38,15 +40,13 @@ def make(sync: str = "last", lr: float = 0.0, **options: Any) -> Any:
     return model, optimizer, Accumulator(model, optimizer, sync=sync, **options)
 
 
-def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
-    """Counts by kind; a collective of a few numbers is "small", and so are the rows that we gather."""
-    kinds: dict[str, int] = {}
-    for name, size in collectives:
-        kind = (
-            "small" if size <= 16 or name == "exchange" else name.strip("_").replace("_base", "").replace("_single", "")
-        )
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return kinds
+def kind_of(name: str, size: int) -> str:
+    """A collective of a few numbers is "small", and so are the rows that we gather."""
+    return "small" if size <= 16 or name == "exchange" else re.sub("_base|_single|_$", "", name.removeprefix("_"))
+
+
+def tally(collectives: list[tuple[str, int]]) -> Counter[str]:
+    return Counter(kind_of(name, size) for name, size in collectives)
 
 
 GATHER, REDUCE, ALL = "allgather", "reduce_scatter", "allreduce"

@@ -39,10 +39,9 @@ LENGTHS = [3, 12, 1, 5, 2, 2, 7, 1, 4]
 
 
 def make_accumulator(net: nn.Module, **options: Any) -> Accumulator:
-    by_cost = {"most": 12, "cost": COST} | {
-        name: options.pop(name) for name in ("most", "cost", "trim") & options.keys()
-    }
-    options = {"micro_batch_size": ByCost(**by_cost), "count": count_tokens("labels"), **options}
+    of_cost = {name: options.pop(name) for name in ("most", "cost", "trim") & options.keys()}
+    by_cost = ByCost(**{"most": 12, "cost": COST, **of_cost})
+    options = {"micro_batch_size": by_cost, "count": count_tokens("labels"), **options}
     return Accumulator(net, SGD(net.parameters(), lr=0.0), **options)
 
 

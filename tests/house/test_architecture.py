@@ -285,16 +285,14 @@ def own_ways(source: Source) -> Counter[str]:
 
 BUILTINS = "bool float id iter len list map max min next repr reversed set sorted str sum tuple type"
 OF_TEXTS = "encode format get items join keys lower removeprefix removesuffix replace startswith strip upper values"
-OF_OURS = (
-    "a as_int_if_whole bytes_text shown describe in_short known_engines name_of names_of plural ranks_where shorten"
-)
-OF_ROOMS = "_kind _lines _mib _named _names_of _share cwd fspath Path signature get_rank get_world_size where"
+OF_OURS = "a as_int_if_whole bytes_text shown describe in_short known_engines name_of plural ranks_where shorten"
+OF_ROOMS = "_kind _lines _named _names_of cwd fspath Path signature get_rank get_world_size where"
 PURE = frozenset(f"{BUILTINS} {OF_TEXTS} {OF_OURS} {OF_ROOMS}".split())
 Leaf = ast.Name | ast.Constant
 
 
 def packed_assignments(source: Source) -> Counter[str]:
-    """Assignments of a room, `a, b = x, y`, that have more than one idea.
+    """Assignments of a file, `a, b = x, y`, that have more than one idea.
 
     One idea is a swap, constants, parts of one thing under their own names (`a, b = x.a, x.b`, or arguments that `self`
     keeps), or one expression in which one name or constant differs: `f(a), f(b)`.
@@ -304,7 +302,7 @@ def packed_assignments(source: Source) -> Counter[str]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             values = node.value.elts
             targets = [target.elts for target in node.targets if isinstance(target, ast.Tuple)]
-            packed[place(path)] += any(not have_one_idea(elements, values) for elements in targets)
+            packed[path] += any(not have_one_idea(elements, values) for elements in targets)
     return +packed
 
 
@@ -337,18 +335,14 @@ def kept_from(target: ast.expr, value: ast.expr) -> str | None:
 
 
 def acting_texts(source: Source) -> Counter[str]:
-    """Calls in the f-strings of a room that are not known to be pure."""
+    """Calls in the f-strings of a file that are not known to be pure."""
     acting: Counter[str] = Counter()
     texts = [(path, node) for path, node in nodes(source) if isinstance(node, ast.JoinedStr)]
     calls = {id(node): (path, node) for path, text in texts for node in ast.walk(text) if isinstance(node, ast.Call)}
     for path, call in calls.values():
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        acting[place(path)] += name not in PURE
+        acting[path] += name not in PURE
     return +acting
-
-
-def place(path: str) -> str:
-    return room(path) if "/" in path else "core"
 
 
 # Named here and run by the tests: workers and ranks import this file.
@@ -374,17 +368,13 @@ def test_rule_holds(rule):
 
 def test_rules_can_fail():
     ways = "from threading import Thread\nimport atexit\ndist.new_group([0])\n"
-    assert own_ways({"a.py": ways, "b.py": "group = dist.group.WORLD\n"}) == {
-        "a.py Thread": 1,
-        "a.py atexit": 1,
-        "a.py new_group": 1,
-    }
+    found = own_ways({"a.py": ways, "b.py": "group = dist.group.WORLD\n"})
+    assert found == {"a.py Thread": 1, "a.py atexit": 1, "a.py new_group": 1}
     up = {"law/errors.py": "from ..window.window import Window\n", "attic.py": ""}
     assert upward_imports(up) == {"law/errors.py imports window.window.Window": 1, "attic is on no floor": 1}
     assert upward_imports({"window/window.py": "from ..law.errors import DistaccumError\n"}) == {}
-    assert circles(
-        {"law/a.py": "from .b import f\n", "law/b.py": "from ..law import a\n", "law/c.py": "from . import a"}
-    ) == {"law.a": 1, "law.b": 1}
+    circle = {"law/a.py": "from .b import f\n", "law/b.py": "from ..law import a\n", "law/c.py": "from . import a"}
+    assert circles(circle) == {"law.a": 1, "law.b": 1}
     assert circles({"law/a.py": "from .b import f\n", "law/b.py": ""}) == {}
     wide = f"def wide({', '.join('abcdefghi')}):\n    pass\n"
     assert sizes({"a.py": wide}) == {"a.py wide()": 9}
@@ -401,5 +391,5 @@ def test_rules_can_fail():
     packed = "a, b = b, a\nc = d, e = 0, None\nf, g = h(1), h(2)\ni, j = k.grad, m.grad\nn, o = p.n, p.o\nself._q, self.r = q, r"  # noqa: E501
     assert packed_assignments({"a.py": packed}) == {}
     unrelated = "a, b = c, d\ne, f = g.h, g.i\nj, k = m(n), 0\np, q = m(n, 0), m(r, 1)\ns = t, u = v(), w()\n"
-    assert packed_assignments({"a.py": unrelated, "runs/b.py": "a, b = [], 0"}) == {"core": 5, "runs": 1}
-    assert acting_texts({"a.py": "f'{len(a)} {b.eval()} {c(d)!r}' + str(e())"}) == {"core": 2}
+    assert packed_assignments({"a.py": unrelated, "runs/b.py": "a, b = [], 0"}) == {"a.py": 5, "runs/b.py": 1}
+    assert acting_texts({"a.py": "f'{len(a)} {b.eval()} {c(d)!r}' + str(e())"}) == {"a.py": 2}

@@ -35,9 +35,8 @@ class Outcome:
         self.versions = [found[name].version.split("+")[0] for name in LIBRARIES]
         self.cases: dict[str, tuple[str, str]] = {}  # by name: passed, skipped or failed, and why it was skipped
         self.date, self.seconds = "", 0.0
-        for suite in (
-            one for path in sorted(folder.glob("*.xml")) for one in ElementTree.parse(path).iter("testsuite")
-        ):
+        trees = map(ElementTree.parse, sorted(folder.glob("*.xml")))
+        for suite in (suite for tree in trees for suite in tree.iter("testsuite")):
             self.date = max(self.date, suite.attrib["timestamp"][:10])
             self.seconds += float(suite.attrib["time"])
             for case in suite.iter("testcase"):

@@ -104,9 +104,8 @@ def zero(stage: int, **config: Any):
 
 
 def zero_config(stage: int, max_norm: float | None = None, **config: Any) -> dict[str, Any]:
-    return wrappers.zero_config(
-        stage, **{"gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm, **config}
-    )
+    clipping = 0.0 if max_norm in (None, math.inf) else max_norm
+    return wrappers.zero_config(stage, **{"gradient_clipping": clipping, **config})
 
 
 def import_deepspeed() -> Any:

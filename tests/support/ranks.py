@@ -102,11 +102,8 @@ class Ranks:
         if not errors:
             return [results[rank] for rank in range(self.num)]
         first, *others = sorted(errors, key=lambda rank: is_consequence(errors[rank]))
-        lines = [f"rank {first} {errors[first]}"]
-        lines += [
-            f"rank {rank} {errors[rank] if hangs(errors[rank]) else errors[rank].splitlines()[-1]}" for rank in others
-        ]
-        raise RankError("\n".join(lines))
+        lasts = [f"rank {rank} {in_a_line(errors[rank])}" for rank in others]
+        raise RankError("\n".join([f"rank {first} {errors[first]}", *lasts]))
 
     def _last_words(self, rank: int) -> str:
         path = self._folder / f"{rank}.log"
@@ -154,8 +151,9 @@ def is_consequence(text: str) -> tuple[bool, bool]:
     return "Connection closed by peer" in text, text.startswith("did not end")
 
 
-def hangs(text: str) -> bool:
-    return text.startswith(("hangs", "did not end"))
+def in_a_line(text: str) -> str:
+    """The last, but of a rank that hangs all, which say where."""
+    return text if text.startswith(("hangs", "did not end")) else text.splitlines()[-1]
 
 
 def in_short(error: BaseException) -> str:
@@ -206,9 +204,8 @@ def serve(rank: int, num: int, folder: Path, pipe: Connection) -> None:
     faulthandler.enable(log)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Accelerate sets it, with a warning
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num, timeout=timedelta(seconds=SECONDS)
-    )
+    place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": num}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS), **place)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message="no weight changed")  # many want gradients alone

@@ -9,11 +9,7 @@ import pytest
 LACKS = {
     "FSDPState of this version of torch has no": ("torch", "2.13", "FSDP2 needs torch 2.13"),
     "Output 0 of SplitBackward0 is a view": ("deepspeed", "0.19", "ZeRO of DeepSpeed 0.18 cannot step on gloo by hand"),
-    "this version of DeepSpeed cannot be kept from it": (
-        "deepspeed",
-        "0.19.2",
-        "ZeRO 1, overlap_comm: 0.19.2",
-    ),
+    "this version of DeepSpeed cannot be kept from it": ("deepspeed", "0.19.2", "ZeRO 1, overlap_comm: 0.19.2"),
     "this version of torch reduces in each call": ("torch", "2.15", "stages under fully_shard need torch 2.15"),
     "in _initialize_stage": ("torch", "2.13", "a pipeline needs torch 2.13"),  # it greets in another dtype: gloo aborts
     "gradients that are not finite in this version": ("deepspeed", "0.19", "DeepSpeed 0.18 steps NaN, and is refused"),
