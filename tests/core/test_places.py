@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiplicativeLR, StepLR
 
 from distaccum import Accumulator
+from tests.support.programs import ROOT
 from tests.support.ranks import may_have_children
 from tests.support.windows import numbers_of, one_weight, run_window
 
@@ -38,26 +40,10 @@ EVERYWHERE += itertools.product((IN_LOOP, STEPPED, EPOCH), (RELOADED, SAME))
 SOMEWHERE = [(EPOCH, THERE), (IN_LOOP, HELD), (EDGE, AFTER), (POST, THERE), (STEPPED, BREAK)]
 
 
-class Shuffling:
-    """Orders each pass anew, as its state says; at a pass's end it stands there until it is iterated again."""
-
-    def __init__(self, items: list[torch.Tensor]) -> None:
-        self.items, self.passes, self.place, self.is_loaded = items, 0, len(items), False
-
-    def state_dict(self) -> dict[str, int]:
-        return {"passes": self.passes, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.passes, self.place, self.is_loaded = state["passes"], state["place"], True
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        if not self.is_loaded:
-            self.passes, self.place = self.passes + 1, 0
-        self.is_loaded = False
-        order = torch.randperm(len(self.items), generator=torch.Generator().manual_seed(self.passes)).tolist()
-        while self.place < len(self.items):
-            self.place += 1
-            yield self.items[order[self.place - 1]]
+# The loader of the page on resuming, which shuffles by a generator of its own.
+PAGE: dict[str, Any] = {"torch": torch}
+exec(re.search(r"(class Shuffled:.*?)```", (ROOT / "docs/faults.md").read_text(), re.DOTALL)[1], PAGE)
+Shuffled = PAGE["Shuffled"]
 
 
 def stateful(items: list[torch.Tensor], workers: int) -> Any:
@@ -102,7 +88,7 @@ class Job:
         items = list(torch.randn((5 + ("late" in self.kind)) if which == self.rank else 3, 2, 3).double())
         if "torchdata" in self.kind:
             return stateful(items, int(self.kind.split()[1]))
-        return Shuffling(items) if "own" in self.kind else items
+        return Shuffled(items, 1) if "own" in self.kind else items
 
     def rest(self, which: int) -> Any:
         """The loader or, if it has no position, what the updates so far have left of it."""
@@ -261,7 +247,7 @@ def test_state_in_a_hook_has_the_scale_of_the_next_update():
 
 @pytest.mark.parametrize("what", ["the disk is gone", "count gave -1", r"steps\(1\)=0"])
 def test_error_in_planning_is_raised_where_its_window_is_requested_and_a_state_begins_with_that_window(what):
-    class Broken(Shuffling):
+    class Broken(Shuffled):
         def __iter__(self) -> Iterator[torch.Tensor]:
             for number, item in enumerate(super().__iter__()):
                 if "disk" in what and number == 3:
@@ -273,7 +259,7 @@ def test_error_in_planning_is_raised_where_its_window_is_requested_and_a_state_b
     count = (lambda _: -1 if next(calls) == 4 else 1) if "count" in what else (lambda _: 1)
     steps = (lambda index: 2 - 2 * index) if "steps" in what else 2
     model, accumulator = one_weight(count=count, steps=steps)
-    windows = accumulator.windows(Broken(items))
+    windows = accumulator.windows(Broken(items, 1))
     seen = numbers_of(next(windows), model)  # all that follows was drawn in it
     with pytest.raises((OSError, ValueError), match=what):
         next(windows)
@@ -281,6 +267,6 @@ def test_error_in_planning_is_raised_where_its_window_is_requested_and_a_state_b
     state = accumulator.state_dict()
     model, accumulator = one_weight(steps=2)
     accumulator.load_state_dict(state)
-    for window in accumulator.windows(Shuffling(items)):
+    for window in accumulator.windows(Shuffled(items, 1)):
         seen += numbers_of(window, model)
     assert seen == torch.randperm(6, generator=torch.Generator().manual_seed(1)).tolist()
