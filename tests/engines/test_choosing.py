@@ -84,14 +84,26 @@ def test_wrappers_that_cannot_accumulate_are_refused_with_their_own_cure():
 
 
 class Summing(nn.Module):
-    """A wrapper that no library has: it sums gradients over ranks on request."""
+    """A wrapper that no library has: it sums gradients over ranks in each backward, unless told to postpone that."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module, self.frozen = module, nn.Parameter(torch.ones(1), requires_grad=False)
+        self.group, self.postpone = dist.group.WORLD, False
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._reduce)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
+
+    def _reduce(self, parameter: Tensor) -> None:
+        if not self.postpone:
+            dist.all_reduce(parameter.grad)
+
+    def reduce_gradients(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
 
 
 # The example of the page on engines: SummingEngine.
@@ -109,7 +121,7 @@ def test_engine_from_outside_the_package_is_exact():
     for index, layout in enumerate([[[2, 1], [3]], [[4], []]]):
         window, whole = accumulator.window(own(layout, index)), everything(layout, index)
         assert max(step_off(model, window, make_net_without_router(), whole, **looks)) <= 1e-12
-    assert unmoved == [True] * 2
+    assert unmoved == [True] * 2 and not model.postpone
 
 
 class Averaging(DistributedDataParallel):
