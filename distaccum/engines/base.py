@@ -269,10 +269,13 @@ class Engine:
         return "whose engine does not say if its grad_leaves have a rank's own gradient; give it why_no_local_grad()"
 
     def finish(self) -> None:
-        """Called after the last backward: reduces the rest, so that gradients are final, and restores the wrappers."""
+        """Called after the last backward, on all ranks: reduces the rest, so that gradients are final."""
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Removes each gradient, and restores the wrappers to what `begin` found, whatever has happened since."""
+        """Removes each gradient, and restores the wrappers to what `begin` found, whatever has happened since.
+
+        Called when a window ends, stepped or left, on this rank alone if need be, and before one that finds gradients.
+        """
         for parameter in parameters:
             parameter.grad = None
 
