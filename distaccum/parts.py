@@ -45,8 +45,8 @@ def each_head(
 ) -> Iterator[tuple[Item, Outputs]]:
     """Yields each item with `outputs` detached from their trunk, whose backward comes last, by `start` and `run`."""
     engine = job.engine
-    if "step" in engine.owns:
-        raise DistaccumError(f"heads() with {engine.name}, whose backward takes losses alone; add them up")
+    if not engine.owns.isdisjoint(("step", "parameters")):
+        raise DistaccumError(f"heads() with {engine.name}, whose backward follows no other; use window.parts(heads)")
     # Pairs of the trunk's output and the copy that heads get.
     cut: list[tuple[Tensor, Tensor]] = []
 

@@ -372,7 +372,7 @@ class Window(Answering, Generic[Batch]):
 
         Raises:
             ValueError: `outputs` have no graph, or `items` is empty.
-            DistaccumError: The engine is DeepSpeed, or as in `parts()`.
+            DistaccumError: The engine is DeepSpeed or FSDP1, or as in `parts()`.
         """
         yield from each_head(self, self._job, self._start_backward, self._run, outputs, items)
 

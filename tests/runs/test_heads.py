@@ -13,11 +13,11 @@ from torch.optim import SGD
 
 from distaccum import Accumulator
 from tests.support.counting import Counting
-from tests.support.engines import wrapped
+from tests.support.engines import Run, wrapped
 from tests.support.oracle import step_off
 from tests.support.problems import join, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, freed_by_counts, gradient
+from tests.support.windows import error, freed_by_counts, gradient, refused
 
 NAMES = ("first", "second", "third")
 
@@ -134,3 +134,13 @@ def test_gradient_is_exact_on_uneven_ranks(name, sync):
     assert max(wrongs) <= (1e-10 if name == "FSDP2" else 1e-12), wrongs
     if name.startswith("DDP") and sync == "last":
         assert reductions == [1] * len(LAYOUTS)
+
+
+@pytest.mark.parametrize("name", ["ZeRO 1", "FSDP1, NO_SHARD"])
+@on_ranks(2)
+def test_heads_are_refused_where_a_trunk_cannot_go_on_from_them(name):
+    """Without the refusal FSDP1's step was off, and a module lost its parameters."""
+    run = Run(name)
+    window = run.accumulator.window(run.micro_batches([[2]] * 2, 0))
+    said = refused(next, window.heads(run.model(next(iter(window))["x"]), [1, 2]))
+    assert "whose backward follows no other; use window.parts(heads)" in said
