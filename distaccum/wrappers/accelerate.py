@@ -35,7 +35,6 @@ class Accelerated(Adapter):
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
-        self._wrappers: list[Any] = []
 
     def unwrap(self, given: Prepared) -> None:
         accelerator = self._accelerator

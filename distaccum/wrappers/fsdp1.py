@@ -77,10 +77,10 @@ class FSDPEngine(Engine):
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         super().clear(parameters)
-        for wrapper in self._wrappers:
-            private.free_gathered(wrapper)
-        for handle in self._handles:
-            private.discard_gradient(handle)
+        # Otherwise the end of a backward that failed would show gradients.
+        with private.reducing(self._wrappers, False):
+            for wrapper in reversed(self._wrappers):  # the root ends them all
+                private.forget_window(wrapper)
 
     def gradient(self, parameters: Sequence[nn.Parameter]) -> Gradient:
         sharded = {id(p) for handle in self._handles if handle.uses_sharded_strategy for p in _managed(handle)}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..private import replaced, require
 
@@ -29,6 +29,7 @@ NAMES = (
     (f"{FSDP}._common_utils._FSDPState._handle", "the flat parameter", "2.9", "refused"),
     (f"{FSDP}._common_utils._FSDPState._is_root", "tells whether there was a forward", "2.9", "refused"),
     (f"{RUNTIME}._reshard", "frees gathered parameters", "2.9", "refused"),
+    (f"{RUNTIME}._post_backward_final_callback", "ends what failed in forward or backward", "2.9", "refused"),
     (f"{FLAT}._params", "the parameters that it is made of", "2.9", "only the flat one is known"),
     (f"{FLAT}._param_extensions", "finds tensor-parallel parts", "2.9", "they go unseen"),
     (f"{FLAT}._saved_grad_shard", "forgets a reduced gradient", "2.9", "there is none to forget"),
@@ -60,7 +61,7 @@ def handles_of(wrappers: Sequence[Any]) -> list[Any]:
     """The handles of flat parameters; a wrapper without parameters has none."""
     for wrapper in wrappers:
         require("torch", wrapper, "_sync_gradients", "_handle", "_is_root")
-    require("torch", sys.modules.get(RUNTIME), "_reshard")
+    require("torch", sys.modules.get(RUNTIME), "_reshard", "_post_backward_final_callback")
     return [wrapper._handle for wrapper in wrappers if wrapper._handle is not None]
 
 
@@ -93,17 +94,22 @@ def num_replicas(wrapper: Any) -> int:
     return 1 if replicas is None else dist.get_world_size(replicas)
 
 
-def free_gathered(wrapper: Any) -> None:
-    """Frees gathered parameters: an evaluation after the last backward leaves some, which a step outdates."""
+def forget_window(wrapper: Any) -> None:
+    """Ends a forward or backward that failed, frees what is gathered, and discards gradients, reduced or not.
+
+    Torch itself does the first only as a backward succeeds, and no forward works without it. An evaluation after the
+    last backward leaves gathered parameters, which a step outdates.
+    """
     handle = wrapper._handle
-    if handle is not None and handle.uses_sharded_strategy and wrapper._is_root is not None:
-        sys.modules[RUNTIME]._reshard(wrapper, handle, True)
-
-
-def discard_gradient(handle: Any) -> None:
-    """Discards gradients that were not reduced, or were reduced but are not shown before a window's last backward."""
-    handle.flat_param.grad = None
-    vars(handle.flat_param).pop("_saved_grad_shard", None)
+    if handle is not None:
+        handle.flat_param.grad = None
+        # Reduced, and not shown before a window's last backward.
+        vars(handle.flat_param).pop("_saved_grad_shard", None)
+    if wrapper._is_root and wrapper.training_state.name != "IDLE":
+        sys.modules[RUNTIME]._post_backward_final_callback(wrapper, wrapper)
+    # There was a forward.
+    if handle is not None and wrapper._is_root is not None:
+        sys.modules[RUNTIME]._reshard(wrapper, handle, handle.uses_sharded_strategy)
 
 
 # DeepSpeed
@@ -247,11 +253,10 @@ def class_of(value: object, name: str) -> Any:
     return next((kind for kind in named if kind.__module__.partition(".")[0] in LIGHTNING), None)
 
 
-def wrapped_module(wrapper: Any) -> nn.Module:
+def wrapped_module(wrapper: Any) -> Any:
     """The module as the strategy wrapped it, such as a DistributedDataParallel; `wrapper.module` is the one inside."""
     require("Lightning", wrapper, "_forward_module")
-    module: nn.Module = wrapper._forward_module
-    return module
+    return wrapper._forward_module
 
 
 def strategy_of(wrapper: Any) -> Any:
