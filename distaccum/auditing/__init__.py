@@ -1,9 +1,9 @@
 """`distaccum audit`: what the accumulation of an unchanged script does.
 
-Hooks observe (`watch`, with `heard`, `criterions`, `loaders`, `modes`, `schedules`, `trained`), and `ledger` keeps
-receipts of each parameter: random projections, which add up as gradients do. At each step of an optimizer this becomes
-a row of plain numbers, which ranks exchange (`share`). Facts are read from rows alone: `parts` has the weight that each
-backward gave to a criterion's units, `reckoning` what each gradient is the sum of, and `facts` says them. The verdict
+Hooks observe (`watch`, with `heard`, `criterions`, `schedules`, `trained`), and `ledger` keeps receipts of
+each parameter: random projections, which add up as gradients do. At each step of an optimizer this becomes a row of
+plain numbers, which ranks exchange (`share`). Facts are read from rows alone: `parts` has the weight that each backward
+gave to a criterion's units, `reckoning` what each gradient is the sum of, and `facts` says them. The verdict
 is a fold over what rules find in them (`judge`, `weights`): wrong is what differs within a run, or a level with one
 reading; what is unknown is said not to be judged. `session` and `run` make a text of it.
 """

@@ -74,22 +74,6 @@ def reduction_of(given: dict[str, Any]) -> str:
     return str(given.get("reduction", "mean"))
 
 
-def unit_of(name: str, given: dict[str, Any]) -> str:
-    """The unit of its mean."""
-    if name in BY_CLASS:
-        return "targets" if given.get("weight") is None else "class weights"
-    return "samples" if name in _BY_ROW.split() else "elements"
-
-
-def is_over_pairs(name: str, given: dict[str, Any]) -> Any:
-    """True, left on its device, for a loss over a batch's pairs: its scores are square, and row i has the target i."""
-    scores, target = given.get("input"), given.get("target")
-    if name != "cross_entropy" or not isinstance(scores, Tensor) or not isinstance(target, Tensor):
-        return False
-    is_square = target.ndim == 1 and len(target) > 1 and scores.shape == (len(target), len(target))
-    return is_square and (target == torch.arange(len(target), device=target.device)).all()
-
-
 def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
     """The number of tokens or elements that its mean divides by, left on its device, and the number of rows.
 

@@ -9,22 +9,16 @@ from typing import Any
 from ..text import plural
 from .parts import Criterion, Run, ends
 
-CHANGES = {
-    "before the step": "changed between the last backward and the step",
-    "changed": "changed between two backwards",
-    "emptied": "set to None between two backwards",
-}
 
-
-def facts_of(run: Run) -> list[str]:
+def facts_of(run: Run) -> Iterator[str]:
     """The table of facts: of weights, by line; then of what happened to losses, gradients and schedules."""
-    return [
-        *(_weights(criterion) for criterion in run.criterions()),
-        *_losses(run),
-        *_gradients(run.seen[0]["updates"]),
-        *_ends_of_schedules(run.seen[0]),
-        *_span(run),
-    ]
+    yield from map(_weights, run.criterions())
+    yield from _losses(run)
+    yield from _gradients(run.seen[0]["updates"])
+    for known in run.seen[0]["schedules"].values():
+        of = f" of {known['length']}" * bool(known["length"])
+        yield f"{known['line']}: {known['name']} is at step {known['at']}{of} at the end"
+    yield from _span(run)
 
 
 def _weights(criterion: Criterion) -> str:
@@ -33,13 +27,13 @@ def _weights(criterion: Criterion) -> str:
     if any(part.total is None for part in criterion.parts):
         return f"{text}: neither a mean nor a sum, so that its weights are not known"
     each = [(part.each() for part in parts if part.total) for parts in criterion.updates.values()]
-    ratios = [high / low for low, high in map(ends, each) if low]
-    weighs = f"1 to {max(ratios):.3g}" if ratios and max(ratios) > 1 + 1e-3 else "alike"
-    if not criterion.totals:
-        return f"{text}: weigh {weighs} as backward gives them; what a step adds up to is not known"
+    most = max([high / low for low, high in map(ends, each) if low], default=1.0)
     low, high = ends(criterion.totals.values())
     adds_up = f"{low:.4g}" if high - low <= 5e-3 * high else f"{low:.4g} to {high:.4g}"
-    return f"{text}: weigh {weighs} within an update, which adds up to {adds_up} of its mean"
+    text += f": weigh 1 to {most:.3g}" if most > 1 + 1e-3 else ": weigh alike"
+    if not criterion.totals:
+        return f"{text} as backward gives them; what a step adds up to is not known"
+    return f"{text} within an update, which adds up to {adds_up} of its mean"
 
 
 def _losses(run: Run) -> Iterator[str]:
@@ -60,14 +54,8 @@ def _gradients(updates: Iterable[dict[str, Any]]) -> Iterator[str]:
         for how in update["touched"]:
             touched.setdefault(how, []).append(update["index"])
     for how, indices in touched.items():
-        yield f"gradients are {CHANGES[how]} in {plural(len(indices), 'update')}, first in {indices[0]}"
+        yield f"gradients are {how} in {plural(len(indices), 'update')}, first in {indices[0]}"
     yield from (f"{line}: {kind} in {plural(num, 'update')}" for (kind, line), num in events.items())
-
-
-def _ends_of_schedules(rank: dict[str, Any]) -> Iterator[str]:
-    for known in rank["schedules"].values():
-        of = f" of {known['length']}" * bool(known["length"])
-        yield f"{known['line']}: {known['name']} is at step {known['at']}{of} at the end"
 
 
 def _span(run: Run) -> Iterator[str]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from .criterions import count_of, is_over_pairs, reduction_of, unit_of
+from .criterions import count_of, reduction_of
 from .ledger import Ledger, quietly
 from .lines import where
-from .loaders import Loaders
+from .private import source_of
 from .trained import KEPT, Backward
 
-PRINTED = 1 << 16  # the most numbers of a target that its print is made of
 _numbers = itertools.count()
 
 
@@ -27,29 +26,32 @@ class Heard:
 
     Attributes:
         key (str): Of a term in its node's metadata, where `note_divisors` finds it.
-        calls (deque): Since the last step: the term, the loader's batch, and whether a model trained.
+        batch (tuple[int, int]): The loader that was drawn from last, and the number of its batch.
+        calls (deque): Since the last step: the term, the batch, and whether a model trained.
         current (Backward | None): The backward that runs now.
-        looks_closely (bool): Terms have the print of their targets, and whether they are over pairs.
     """
 
-    def __init__(self, loaders: Loaders, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.key = f"distaccum {next(_numbers)}"
         self.calls: deque[tuple[dict[str, Any], tuple[int, int], bool]] = deque(maxlen=KEPT)
         self.current: Backward | None = None
-        self.looks_closely = True
-        self._loaders = loaders
+        self.batch = (0, 0)
+        self._drawn = Counter[int]()
         self._ledger = ledger
+
+    def draw(self, iterator: Any) -> None:
+        loader = source_of(iterator)
+        self._drawn[loader] += 1
+        self.batch = loader, self._drawn[loader]
 
     @quietly
     def see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
         count, rows = count_of(name, given)
         (line, inner) = where()
-        term = dict.fromkeys(("print", "pairs", "divisors", "seed", "low"))
+        term = dict.fromkeys(("divisors", "seed", "low"))
         term |= {"site": [line, name, inner], "went": False, "eps": torch.finfo(loss.dtype).eps}
-        term |= {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
-        if self.looks_closely:
-            term |= {"print": print_of(given.get("target", given.get("targets"))), "pairs": is_over_pairs(name, given)}
-        self.calls.append((term, self._loaders.now(), self._ledger.is_training()))
+        term |= {"reduction": reduction_of(given), "count": count, "rows": rows}
+        self.calls.append((term, self.batch, self._ledger.is_training()))
         node: Any = loss.grad_fn
         node.metadata[self.key] = term
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
@@ -86,14 +88,3 @@ class Heard:
                 unused[site] = (skipped + bool(loader), unknown + (not loader))
         self.calls.clear()
         return unused
-
-
-@torch.no_grad()
-def print_of(target: Any) -> Tensor | None:
-    """A number that differs between targets; 0 if all of its elements are equal."""
-    if not isinstance(target, Tensor) or not target.ndim:
-        return None
-    numbers = 1.0 * target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
-    # Cosines, since whole numbers as weights give few classes equal sums.
-    weights = torch.arange(len(numbers), device=target.device, dtype=torch.float32).cos()
-    return ((numbers - numbers[:1]) * weights).sum()

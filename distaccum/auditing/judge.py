@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..text import plural, shorten
+from ..text import plural
 from .facts import facts_of
 from .parts import Run
-from .reckoning import DOUBT, NOTE, SOFT, UNJUDGED, Finding, Seen, Verdict, columns, same_on_all
+from .reckoning import NOTE, SOFT, UNJUDGED, Finding, Seen, columns
 from .schedules import judge_schedules
-from .weights import OWN_LOSS, sites_of, weigh
+from .weights import weigh
 
 CLIP = "clip before the step"
 UNSCALE = "call scaler.unscale_(optimizer) once, before it clips and steps"
-ALONE = (
-    "each rank steps with a gradient of its own, as independent runs and local SGD do, or a step that reduces; reduce "
-    "each gradient if they are to train as one"
-)
+ALONE = "each rank steps with a gradient of its own, as independent runs and local SGD do, or a step that reduces"
 # Faults that follow from another: the rest of a window after a clearing is not a short window.
 CAUSES = {
     "clip": ("uneven", "lost"),
@@ -53,7 +50,8 @@ EVENTS = {
 }
 
 
-def verdict(seen: Seen) -> Verdict:
+def verdict(seen: Seen) -> tuple[list[Finding], list[str]]:
+    """All findings, and the facts that they are made of."""
     at_work = [rank for rank in seen if rank["updates"]] or seen
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # ranks with parameters of the same shapes
     for rank in at_work:
@@ -71,8 +69,7 @@ def verdict(seen: Seen) -> Verdict:
         findings.append(Finding(NOTE, "", text))
     if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
         findings.append(Finding(NOTE, "", f"rank {', '.join(idle)} makes no update"))
-    judged = {"weights": max(len(sites_of(run)) for run in runs), "receipts": max(run.num_compared for run in runs)}
-    return Verdict(_settled(findings), judged, [*dict.fromkeys(fact for run in runs for fact in facts_of(run))])
+    return _settled(findings), [*dict.fromkeys(fact for run in runs for fact in facts_of(run))]
 
 
 def _settled(findings: Sequence[Finding]) -> list[Finding]:
@@ -80,9 +77,8 @@ def _settled(findings: Sequence[Finding]) -> list[Finding]:
     faults = [finding for finding in findings if finding.kind not in SOFT]
     hidden = {kind for fault in faults for kind in CAUSES.get(fault.kind, ())}
     left = {(fault.kind, fault.where): fault for fault in reversed(faults) if fault.kind not in hidden}
-    meant = {NOTE, UNJUDGED} if faults else {NOTE, UNJUDGED, DOUBT}
-    beside = dict.fromkeys(finding for finding in findings if finding.kind in meant)
-    return [*sorted(left.values(), key=lambda fault: fault.where), *sorted(beside, key=lambda by: OWN_LOSS in by.text)]
+    beside = dict.fromkeys(finding for finding in findings if finding.kind in SOFT)
+    return [*sorted(left.values(), key=lambda fault: fault.where), *beside]
 
 
 def _receipts(run: Run) -> Iterator[Finding]:
@@ -102,7 +98,7 @@ def _receipts(run: Run) -> Iterator[Finding]:
 
 def _cleared(run: Run) -> Iterator[Finding]:
     """Finds backwards that no step used, on lines whose other backwards steps do use."""
-    excused = run.kept | run.own | run.moved
+    excused = run.own | run.moved
     for rank, place in ((each, place) for each in run.seen for place in each["rest"] if place not in excused):
         updates = [update["backwards"] for update in rank["updates"] if update["optimizer"] == place]
         used = [[backward for backward in update if not backward["cleared"]] for update in updates]
@@ -164,7 +160,7 @@ def _scaled(run: Run) -> Iterator[Finding]:
         if scale > 1 and factor is not None and factor * scale > 2:
             text = f"steps with a gradient that is {scale:.6g} times too large: nothing unscales it"
             hand = "call scaler.step(optimizer), which unscales it"
-            yield Finding("scaled", update["line"], text, hand, "Accumulator(..., scaler=scaler)")
+            yield Finding("scaled", update["line"], text, hand)
 
 
 def _traffic(run: Run) -> Iterator[Finding]:
@@ -196,14 +192,13 @@ def _alike(values: Tensor) -> Tensor:
 
 def _apart(run: Run) -> Iterator[Finding]:
     """Finds parameters that were equal on all ranks at first and not at the end."""
-    known = [ranks for ranks in run.updates.values() if all("places" in update for update in ranks)]
-    known = [ranks for ranks in known if all(update["places"] == known[0][0]["places"] for update in ranks)]
-    if len(run.seen) > 1 and known:
-        about = columns(run.seen[0], known[0][0]["places"])
-        first, last = (same_on_all([update["values"] for update in known[i]], about["vector"]) for i in (0, -1))
-        if apart := [about["name"][i] for i in (first & ~last).nonzero().flatten().tolist()]:
-            text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
-            yield Finding("apart", known[0][0]["line"], text, "reduce every gradient on every rank")
+    for place in {place for place, _ in run.reckoned} if len(run.seen) > 1 else ():
+        every = [known for (owner, _), known in run.reckoned.items() if owner == place]
+        first = every[0]
+        last = every[-1]
+        if first.names == last.names and (apart := first.same & ~last.same).any():
+            text = f"{first.named(apart)} were the same on all ranks, and differ in update {last.index}"
+            yield Finding("apart", first.line, text, "reduce every gradient on every rank")
 
 
 RULES = (_receipts, _cleared, weigh, judge_schedules, _scaled, _traffic, _events, _apart)

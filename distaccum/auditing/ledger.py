@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..norms import names_of
 from .private import gathered_parameters, is_hooked
-from .receipt import is_seen, num_copies, project
+from .receipt import NUM, is_seen, num_copies, project
 
-ROW = ("name", "coarse", "hooked", "vector", "numel", "copies")
+ROW = ("name", "hooked", "vector", "numel", "copies")
 Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")
 failures: dict[str, None] = {}
@@ -55,7 +55,7 @@ class Ledger:
         place = self._places.get(id(parameter))
         if place is None or self._refs[place]() is not parameter:  # another one had this id
             place = self._places[id(parameter)] = len(self.rows)
-            known = (f"parameter {place}", False, False, parameter.ndim < 2, parameter.numel(), num_copies(parameter))
+            known = (f"parameter {place}", False, parameter.ndim < 2, parameter.numel(), num_copies(parameter))
             self.rows.append(dict(zip(ROW, known, strict=True)))
             self._refs.append(weakref.ref(parameter))
         return place
@@ -118,7 +118,6 @@ class Ledger:
             if num_copies(leaf):  # a shard that is not gathered, or tensor-parallel
                 continue
             row["hooked"] |= is_hooked(leaf)
-            row["coarse"] |= torch.finfo(leaf.dtype).eps > 1e-4
             self._hooks[place] = (weakref.ref(leaf), leaf.register_hook(partial(self._receive, place)))
 
     def disarm(self) -> None:
@@ -154,12 +153,9 @@ def callable_parts(root: nn.Module) -> Iterable[nn.Module]:
     return [part for child in root.children() for part in callable_parts(child)]
 
 
-def on_host(receipts: Sequence[Receipts], places: Sequence[int]) -> Tensor:
-    """Copies all of these to the host, in one tensor with 0 where there is none."""
-    present = [by_place[place].to(torch.float64) for by_place in receipts for place in places if place in by_place]
-    width = present[0].numel() if present else 1
-    rows = torch.zeros(len(receipts), len(places), width, dtype=torch.float64, device="cpu")
-    if present:
-        mask = torch.tensor([[place in by_place for place in places] for by_place in receipts], device="cpu")
-        rows[mask] = torch.stack(present).cpu()
+def on_host(receipts: Receipts, places: Sequence[int]) -> Tensor:
+    """Copies these to the host, with 0 where there is none."""
+    rows = torch.zeros(len(places), NUM, dtype=torch.float64, device="cpu")
+    if present := [row for row, place in enumerate(places) if place in receipts]:
+        rows[present] = torch.stack([receipts[places[row]] for row in present]).cpu().to(torch.float64)
     return rows

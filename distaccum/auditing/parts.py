@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .criterions import BY_CLASS
 from .private import OWN
-from .reckoning import UNJUDGED, Key, Reckoning, Seen
+from .reckoning import Key, Reckoning, Seen
+from .trained import CHANGED
 
 BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
@@ -27,7 +28,8 @@ class Path(list[tuple[str, Any]]):
     """The way from a loss to its criterion: how each step of its graph scales or adds, and by what (None: unknown).
 
     Each divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
-    ("add"), takes a mean or a sum ("mean", "sum", "rows", "kept"), or does what no sum does ("own", "pairs").
+    ("add"), takes a mean or a sum ("mean", "sum", "rows", "kept"), passes some elements on ("other"), or does what no
+    sum does ("own", "pairs").
     """
 
     @property
@@ -50,16 +52,13 @@ class Path(list[tuple[str, Any]]):
         kind = next(iter(below), "")
         is_known = kind in ("mean", "sum") and bool(below[kind]) and not any(how == "pairs" for how, _ in self)
         divisors = [abs(by or 0.0) for how, by in root if how == "div"]
-        term = {
-            "reduction": kind,
-            "rows": below.get("rows", 1),
-            "count": below.get(kind, 1),
-        }
+        seed = root.coefficient / math.prod(divisors) if is_known and all(divisors) else None
         kept = below.get("kept")
-        if kind == "sum" and kept is not None and kept >= 0:
-            term |= {"reduction": "kept", "count": kept}
-        term["seed"] = root.coefficient / math.prod(divisors) if is_known and all(divisors) else None
-        return term | {"intent": root.coefficient, "eps": 0.0, "unit": "elements", "print": None}
+        is_kept = kind == "sum" and kept is not None and kept >= 0
+        count = kept if is_kept else below.get(kind, 1)
+        kind = "kept" if is_kept else kind
+        about = {"seed": seed, "intent": root.coefficient, "eps": 0.0}
+        return {"reduction": kind, "rows": below.get("rows", 1), "count": count, **about}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +74,12 @@ class Part:
     call: int  # how many of this site the backward has had
     term: Mapping[str, Any]
     path: Path | None  # None where nobody looked at the graph
-    total: float | None  # the weight of all its units together; None where it cannot be known
-    intent: float | None  # by what the script multiplies
+
+    @property
+    def total(self) -> float | None:
+        """The weight of all its units together; None where it cannot be known."""
+        seed = self.term["seed"]
+        return None if seed is None else float(seed * (1 if self.term["reduction"] in MEANS else self.term["count"]))
 
     @property
     def is_own(self) -> bool:
@@ -91,7 +94,7 @@ class Part:
         share = 1.0
         if units == "rows" and self.term["reduction"] not in MEANS:
             share = self.term["rows"] / (self.term["count"] or 1.0)
-        return share * (self.total or 0.0) / (1.0 if of_script else self.intent or 1.0)
+        return share * (self.total or 0.0) / (1.0 if of_script else self.term["intent"] or 1.0)
 
     def each(self, units: str = "count", of_script: bool = True) -> float:
         """The weight of a unit."""
@@ -106,7 +109,6 @@ class Run:
         whole (dict[Key, list[dict]]): The updates that all ranks make, by rank; `num_left_out` are the others.
         updates (dict[Key, list[dict]]): Those, with only the backwards that their steps used.
         reckoned (dict[Key, Reckoning]): What their gradients are made of, where there are receipts.
-        kept (set[int]): Optimizers whose gradients the script keeps elsewhere as it clears them.
         own (set[int]): Optimizers whose gradients the script changes itself.
         moved (set[int]): Optimizers whose parameters it moves before it clears, as SAM does.
     """
@@ -121,9 +123,13 @@ class Run:
         self.whole = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
         self.num_left_out = len(by_key) - len(self.whole)
         self.reckoned = dict[Key, Reckoning]()
-        self.kept = set[int]()
-        self._reckon()
-        used = {key: [_used(update, key[0] in self.kept) for update in ranks] for key, ranks in self.whole.items()}
+        used = {key: [_used(update) for update in ranks] for key, ranks in self.whole.items()}
+        before = dict[int, Tensor]()
+        for (place, index), ranks in used.items():
+            places = ranks[0].get("places")
+            if places and all(update.get("places") == places for update in ranks):
+                self.reckoned[place, index] = Reckoning(seen, ranks, before.get(place))
+                before[place] = self.reckoned[place, index].closed
         self.updates = {key: ranks for key, ranks in used.items() if all(update["backwards"] for update in ranks)}
         self.own = {place for (place, _), reckoning in self.reckoned.items() if reckoning.is_own}
         self.moved = {place for (place, _), ranks in self.whole.items() if any(update["moved"] for update in ranks)}
@@ -133,23 +139,6 @@ class Run:
         for (place, index), ranks in self.updates.items():
             for i, update in enumerate(ranks):
                 self.parts[place] += _parts_of(update, index, i, own)
-
-    def _reckon(self) -> None:
-        before = dict[int, Tensor]()
-        for (place, index), ranks in self.whole.items():
-            places = ranks[0].get("places")
-            if not places or any(update.get("places") != places for update in ranks):
-                continue
-            reckoning = Reckoning(self.seen, [_used(update, has_cleared=False) for update in ranks], before.get(place))
-            is_clear = reckoning.factor is not None and all(each.kind == UNJUDGED for each in reckoning.findings)
-            if not is_clear and any(backward["cleared"] for update in ranks for backward in update["backwards"]):
-                every = Reckoning(self.seen, ranks, before.get(place))
-                by_hand = not any(backward["cleared"] and backward["cleared"][1] for backward in ranks[0]["backwards"])
-                if every.factor is not None or (by_hand and any(each.kind == "lost" for each in every.findings)):
-                    reckoning = every
-                    self.kept.add(place)
-            self.reckoned[place, index] = reckoning
-            before[place] = reckoning.closed
 
     @property
     def num_compared(self) -> int:
@@ -228,9 +217,9 @@ class Criterion:
     def totals_by(self, units: str, of_script: bool) -> dict[int, float]:
         totals = {}
         for index, parts in self.updates.items():
-            has_changed = any("before the step" in update["touched"] for update in self.run.updates[self.place, index])
-            is_known = (of_script or all(part.intent for part in parts)) and (index in self.factors or not has_changed)
-            if is_known and all(part.total is not None for part in parts):
+            has_changed = any(CHANGED in update["touched"] for update in self.run.updates[self.place, index])
+            is_known = index in self.factors or not has_changed
+            if is_known and all(part.total is not None and (of_script or part.term["intent"]) for part in parts):
                 share = self.factors.get(index, self.factor or 1.0) / self.run.num_ranks
                 totals[index] = share * sum(part.weight(units, of_script) for part in parts)
         return totals
@@ -262,9 +251,9 @@ def terms_of(update: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return (term for backward in update["backwards"] for term in backward["terms"])
 
 
-def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
+def _used(update: dict[str, Any]) -> dict[str, Any]:
     """The update with only the backwards that its step used."""
-    return {**update, "backwards": [each for each in update["backwards"] if has_cleared or not each["cleared"]]}
+    return {**update, "backwards": [each for each in update["backwards"] if not each["cleared"]]}
 
 
 def bound_of(terms: Iterable[Mapping[str, Any]]) -> float:
@@ -285,30 +274,25 @@ def _parts_of(update: Mapping[str, Any], index: int, rank: int, own: set[Any]) -
         return Path(tuple(step) for step in steps if tuple(step) != ("mul", scale))
 
     for i, backward in enumerate(update["backwards"]):
-        about = {"index": index, "rank": rank, "backward": i, "line": backward["line"]}
-        about["batch"] = tuple(backward["batch"])
-        calls = Counter[Site]()
         paths = [*backward["own"]]
+        terms = list[tuple[Site, Mapping[str, Any], Path | None]]()
         for term in backward["terms"]:
-            num = times.pop(id(term), 0)
-            if not num:
-                continue  # of a graph that another backward went through too
-            site = tuple(term["site"])
-            if site in own:
+            num = times.pop(id(term), 0)  # 0 of a graph that another backward went through too
+            if num and tuple(term["site"]) in own:
                 paths.append(term["divisors"] or ())
-                continue
-            calls[site] += 1
-            path = None if term["divisors"] is None else unscaled(term["divisors"])
-            total = num * term["seed"] / scale * (1 if term["reduction"] in MEANS else term["count"])
-            intent = None if path is None else path.intent(term["count"])
-            yield Part(**about, site=site, call=calls[site], term=term, path=path, total=total, intent=intent)
-        for call, steps in enumerate(paths or [()] * (not backward["terms"]), start=1):
+            elif num:
+                path = None if term["divisors"] is None else unscaled(term["divisors"])
+                intent = None if path is None else path.intent(term["count"])
+                terms.append(
+                    (tuple(term["site"]), {**term, "seed": num * term["seed"] / scale, "intent": intent}, path)
+                )
+        for steps in paths or [()] * (not backward["terms"]):
             path = unscaled(steps)
-            term = path.as_term()
-            seed = term["seed"]
-            total = None if seed is None else seed * (1 if term["reduction"] in MEANS else term["count"])
-            site = (about["line"], OWN, "")
-            yield Part(**about, site=site, call=call, term=term, path=path, total=total, intent=term["intent"])
+            terms.append(((backward["line"], OWN, ""), path.as_term(), path))
+        calls = Counter[Site]()
+        for site, term, path in terms:
+            calls[site] += 1
+            yield Part(index, rank, i, backward["line"], tuple(backward["batch"]), site, calls[site], term, path)
 
 
 def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:

@@ -16,7 +16,7 @@ from ..engines.private import fsdp2
 
 LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook shows the time spent in a loader
 SINK = "_DDPSinkBackward"  # all outputs of a DDP pass through it
-# Nodes between a loss of a script's own and what divides it
+# Nodes between a loss of a script's own and what divides it; others that scale and add up
 CHAIN = ("Div", "Mul", "Neg", "Add", "Sub", "Rsub", "View", "ToCopy", SINK)
 _MORE = """Sum MaskedFill MaskedScatter Alias AsStrided Cat Clone Expand Gather Index IndexAdd IndexSelect Mean NanToNum
 Nansum Permute Repeat ReshapeAlias ScatterAdd Select Slice Split SplitWithSizes Squeeze Stack T Transpose Unbind
@@ -74,11 +74,11 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     """
     losses = [roots] if isinstance(roots, Tensor) else roots or ()
     edges = [(node, 0) for loss in losses if (node := getattr(loss, "grad_fn", None)) is not None]
-    # Edge, path, the path to a node that is not in CHAIN, and the number of one in no sum
-    todo: list[tuple[Any, list[Any], Any, int]] = [(edge, [], None, -1) for edge in edges]
+    # Edge, path, and the number of a node above that is in no sum
+    todo: list[tuple[Any, list[Any], int]] = [(edge, [], -1) for edge in edges]
     reached = set[int]()
     own = dict[int, list[Any]]()
-    for i, ((node, place), path, root, above) in enumerate(todo):
+    for i, ((node, place), path, above) in enumerate(todo):
         kind, _, overload = node.name().rpartition("Backward")
         name = kind if overload.isdigit() else node.name()
         if (term := node.metadata.get(key)) is not None:
@@ -86,26 +86,24 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
             reached.add(id(term))
             own.pop(above, None)
             continue
-        reduced = _reduced(node, name)
-        if root is None and name not in CHAIN:
-            root = [*path, *reduced]
+        beneath = _reduced(node, name) if name in CHAIN else _reduced(node, name) or [("other", None)]
         if above >= 0 and name == "Mm" and _is_square(node):
             own[above] = [*own[above], ("pairs", None)]
         if above < 0 and (name not in LINEAR or len(todo) >= most):
             above = i
-            own[i] = path if root is None else root
+            own[i] = [*path, *beneath]
         if len(todo) >= (most if above < 0 else BENEATH):
             continue
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
         addends = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
-        steps = [("add", None)] * (len(addends) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind) + reduced
+        steps = [("add", None)] * (len(addends) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind) + beneath
         for k, edge in addends:
             by: Any = None
             if name in ("Div", "Mul"):  # torch documents `_saved` names
                 by = node._saved_self if k else node._saved_other
                 by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
                 steps = [(OWN if k and name == "Div" else name.lower(), by)]
-            todo.append((edge, [*path, *steps], root, above))
+            todo.append((edge, [*path, *steps], above))
     return [*own.values()]
 
 
@@ -114,13 +112,13 @@ def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if name not in ("Mean", "Sum") or sizes is None:
         return []
-    steps: list[tuple[str, Any]] = [(name.lower(), math.prod(sizes)), ("rows", sizes[0] if sizes else 1)]
+    kept: Any = math.nan
     product, _ = node.next_functions[0]
     if name == "Sum" and product.name() == "MulBackward0" and product.next_functions[1][0] is None:
         mask = product._saved_other.detach()
         is_mask = ((mask == 0) | (mask == 1)).all()
-        steps.append(("kept", torch.where(is_mask, mask.sum() * (math.prod(sizes) / max(1, mask.numel())), torch.nan)))
-    return steps
+        kept = torch.where(is_mask, mask.sum() * (math.prod(sizes) / max(1, mask.numel())), torch.nan)
+    return [(name.lower(), math.prod(sizes)), ("rows", sizes[0] if sizes else 1), ("kept", kept)]
 
 
 def _is_square(node: Any) -> bool:

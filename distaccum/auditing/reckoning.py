@@ -13,32 +13,27 @@ from .receipt import NUM, fit
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Key = tuple[int, int]  # the optimizer's place, and the update's index
-# Kinds of what is no fault: it may be meant, or could not be judged ("doubt": unless something is wrong).
-SOFT = NOTE, UNJUDGED, DOUBT = "note", "unjudged", "doubt"
-FINE, COARSE = 1e-3, 5e-2  # relative errors that are none, in half precision too
+SOFT = NOTE, UNJUDGED = "note", "unjudged"  # kinds of what is no fault: it may be meant, or could not be judged
+BOUND = 2e-2  # relative errors below it are none, in half precision too
+LOST = 5e-3  # the most that is left of a backward that is lost
 WINDOW = (
-    "for window in Accumulator(model, optimizer, steps=...).windows(loader): in its loop window.backward(loss), after "
-    "it window.step(); in a Trainer of transformers AccumulatingTrainer of distaccum.transformers, with count=, in "
-    "Lightning's callbacks=[ExactAccumulation(count=...)]"
+    "for window in Accumulator(model, optimizer, steps=..., count=...).windows(loader): in its loop "
+    "window.backward(mean), after it window.step(); in a Trainer of transformers AccumulatingTrainer of "
+    'distaccum.transformers, in Lightning callbacks=[ExactAccumulation(...)]; count= as in count=count_tokens("labels")'
 )
 
 
 class Finding(NamedTuple):
-    """A fault: its kind, line, numbers, and cures by hand and with a window; or what is said beside faults."""
+    """A fault: its kind, line, numbers, and a cure by hand; or what is said beside faults."""
 
     kind: str
     where: str
     text: str
     by_hand: str = ""
-    window: str = WINDOW
 
-
-class Verdict(NamedTuple):
-    """All findings, how much was judged, and the facts that they are made of."""
-
-    findings: list[Finding]
-    judged: dict[str, int]
-    facts: list[str]
+    @property
+    def line(self) -> str:
+        return f"{self.where}: {self.text}" if self.where else self.text
 
 
 def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
@@ -54,6 +49,7 @@ class Reckoning:
     Attributes:
         factor (float | None): Gradients divided by the ranks' average of what autograd gave, if one number fits.
         alone (list[float]): Like `factor`, for each rank and its own backwards, if nothing was reduced.
+        same (Tensor): Which parameters are equal on all ranks.
         is_own (bool): The script does more with gradients than adding them up.
     """
 
@@ -71,7 +67,6 @@ class Reckoning:
         about = columns(seen[0], first["places"])
         self.names, copies = about["name"], about["copies"]
         self.equations = about["numel"].clamp(max=NUM)
-        self.bound = torch.where(about["coarse"], torch.tensor(COARSE, dtype=torch.float64), FINE)
         # For each rank: backward, parameter, projection
         nothing = torch.zeros_like(first["closed"])
         self.received = [torch.stack([nothing, *(each["received"] for each in of_rank)])[1:] for of_rank in backwards]
@@ -85,23 +80,21 @@ class Reckoning:
         self.hooked = about["hooked"]
         absent = [{*update["absent"]} for update in updates]
         self.absent = torch.tensor([any(place in every for every in absent) for place in first["places"]])
-        self._judge(sharded | same_on_all([update["values"] for update in updates], about["vector"]))
+        self.same = _same_on_all([update["values"] for update in updates], about["vector"])
+        self._judge(sharded | self.same)
 
     def _judge(self, is_copy: Tensor) -> None:
         judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0) & ~self.hooked
         if (hidden := (self.size > 0) & self.hooked).any():
-            self._say(UNJUDGED, f"the gradient of {self._named(hidden)}, which a hook of the script may change")
+            self._say(UNJUDGED, f"the gradient of {self.named(hidden)}, which a hook of the script may change")
         gone = judged & self.absent
-        if gone.any() and gone[judged].all():
-            why = f"no parameter has a gradient when {self.line} steps: lost, or an engine keeps it elsewhere"
-            self._say(UNJUDGED, f"receipts, since {why}")
-        elif gone.any():
-            lacks = f"{self.line} steps without a gradient of {self._named(gone)}"
-            self._say(UNJUDGED, f"{lacks}, although backward gave one; it is not trained in that update")
+        if gone.any():
+            lacks = f"{self.line} steps without a gradient of {self.named(gone)}, although backward gave one"
+            self._say(UNJUDGED, f"{lacks}: it is lost, or an engine keeps it elsewhere")
         judged &= ~gone
-        alone = judged & (_rest(self.closed, self.whole) > self.bound) & (_rest(self.closed, self.own) < self.bound)
+        alone = judged & (_rest(self.closed, self.whole) > BOUND) & (_rest(self.closed, self.own) < BOUND)
         if len(self.own) > 1 and alone.any():
-            text = f"{self._named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
+            text = f"{self.named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
             hand = "let DDP or fully_shard cover it, and run a window's last forward and backward outside of no_sync()"
             self.findings.append(Finding("not reduced", self.where, text, hand))
             if alone.equal(judged):
@@ -112,22 +105,16 @@ class Reckoning:
 
     def _compare(self, judged: Tensor) -> None:
         """Compares gradients that are reduced with the sum of what autograd gave."""
-        is_clear = judged & (self.whole.norm(dim=-1) > self.bound * self.size)  # micro-batches do not cancel
+        is_clear = judged & (self.whole.norm(dim=-1) > BOUND * self.size)  # micro-batches do not cancel
         factor = float(_ratio(self.closed[0], self.whole)[is_clear if is_clear.any() else judged].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
-        wrong = judged & ~(off <= self.bound)
-        rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
+        wrong = judged & ~(off <= BOUND)
         is_unknown = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
         faults = self._explain(judged if is_unknown else wrong) if wrong.any() else []
         self.findings += faults
-        if not faults and (wrong & ~rounded).any():
+        if not faults and wrong.any():
             self.is_own = True
-            self._say(UNJUDGED, f"what the script does with the gradient of {self._named(wrong)} before it steps")
-        elif not faults and rounded.any():
-            half = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16"
-            is_unknown = False
-            what = f"the gradient of {self._named(rounded)} is rounded on its way to the step"
-            self._say(NOTE, f"{what}, as {half} rounds")
+            self._say(UNJUDGED, f"what the script does with the gradient of {self.named(wrong)} before it steps")
         self.factor = None if is_unknown or not is_clear.any() else factor
 
     @property
@@ -137,7 +124,7 @@ class Reckoning:
     def _say(self, kind: str, text: str) -> None:
         self.findings.append(Finding(kind, "", text))
 
-    def _named(self, places: Tensor) -> str:
+    def named(self, places: Tensor) -> str:
         return shorten([name for name, is_meant in zip(self.names, places.tolist(), strict=True) if is_meant])
 
     def _explain(self, wrong: Tensor) -> list[Finding]:
@@ -148,8 +135,7 @@ class Reckoning:
         num_spare = int(self.equations[wrong].sum()) - len(basis)
         if num_spare <= 0:  # too few equations
             return []
-        names = self._named(wrong)
-        bound = float(self.bound[wrong].max())
+        names = self.named(wrong)
         faults = list[Finding]()
         hand = "keep each gradient from its backward to the step"
         whole = torch.stack(parts).sum(0)
@@ -158,26 +144,25 @@ class Reckoning:
             weights, rest = fit(basis, target)
             off = rest / float(target.norm())
             largest = float(weights[: len(parts)].abs().max())
-            if off > bound:
+            if off > BOUND:
                 return []
-            # as a reduction may round
             shares = weights[: len(parts)] / largest
             unsure = spread * rest / largest
             own = shares[owners == rank]
-            shown = ", ".join(f"{share:.3g}" if abs(share) > bound else "0" for share in own.tolist())
-            lost = int((own.abs() < bound).sum())
+            shown = ", ".join(f"{share:.3g}" if abs(share) > LOST else "0" for share in own.tolist())
+            lost = int((own.abs() < LOST).sum())
             is_even = float(_rest(target[None, None], whole[None])) < 10 * off
-            if len(basis) > len(parts) and abs(weights[-1]) > 10 * bound:
+            if len(basis) > len(parts) and abs(weights[-1]) > 10 * BOUND:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
                 faults.append(Finding("stale", self.line, text, "clear gradients after each step"))
-            elif not is_even and float(shares.max() - shares.min()) > max(2 * bound, 8 * unsure):
+            elif not is_even and float(shares.max() - shares.min()) > max(2 * BOUND, 8 * unsure):
                 what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
                 text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
                 faults.append(Finding("lost" if lost else "uneven", self.where, text, hand))
         return faults
 
 
-def same_on_all(values: Sequence[Tensor], vectors: Tensor) -> Tensor:
+def _same_on_all(values: Sequence[Tensor], vectors: Tensor) -> Tensor:
     """Tells which parameters are equal on all ranks; if some are not, equal vectors, and zeros, may be shards."""
     same = (torch.stack([of_rank - values[0] for of_rank in values]).abs() == 0).all(0).all(-1)
     return same if same.all() else same & ~vectors & values[0].any(-1)

@@ -19,7 +19,7 @@ from ..text import plural, shorten
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
-from .reckoning import DOUBT, NOTE, SOFT, UNJUDGED, WINDOW, Finding, Seen, Verdict
+from .reckoning import NOTE, SOFT, UNJUDGED, WINDOW, Finding, Seen
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
@@ -31,13 +31,12 @@ class Audit:
     """The result of `audit`, filled in when its block ends.
 
     Attributes:
-        findings (list[Finding]): What is wrong: `kind`, `where`, `text`, `by_hand`, `window`.
+        findings (list[Finding]): What is wrong: `kind`, `where`, `text`, `by_hand`.
         notes (list[str]): What is no mistake.
         unjudged (list[str]): What could not be judged.
         facts (list[str]): What the verdict is made of, each true by construction.
         updates (int): Updates that were seen.
         ranks (int): Ranks that told what they saw.
-        judged (dict[str, int]): How many criterions' weights were judged, and the receipts of how many updates.
         status (int): 0 right, 1 something is wrong, 2 nothing could be judged, 3 nothing wrong was seen, but not
             everything was judged.
     """
@@ -49,9 +48,7 @@ class Audit:
     updates: int = 0
     ranks: int = 1
     status: int = 2
-    judged: dict[str, int] = field(default_factory=dict)
     error: str = ""  # that ended the script
-    of: str = field(default="block", repr=False)
     ended: bool = field(default=True, repr=False)  # False: it left with a status, and other ranks may still wait
 
     def assert_right(self) -> None:
@@ -60,27 +57,23 @@ class Audit:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("status", "updates", "ranks", "judged", "facts", "notes", "unjudged", "error")
+        names = ("status", "updates", "ranks", "facts", "notes", "unjudged", "error")
         return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
 
     def __str__(self) -> str:
         about = plural(self.updates, "update") + (f" of {self.ranks} ranks" if self.ranks > 1 else "")
-        texts = {"weights": ("weights in", "criterion"), "receipts": ("receipts of", "update")}
-        seen = [f"{texts[what][0]} {plural(num, texts[what][1])}" for what, num in self.judged.items() if num]
-        looked = ", ".join([*seen, "order of calls"])
-        lines = [f"audit: right in {about}: {looked}"]
+        lines = [f"audit: right in {about}"]
         if self.status == 3:
-            lines = [f"audit: nothing wrong was seen in {about}, but not everything was judged: {looked}"]
+            lines = [f"audit: nothing wrong was seen in {about}, but not everything was judged"]
         elif self.status == 2:
             lines = ["audit: nothing could be judged: no optimizer of this process stepped what a backward gave"]
             lines += ["  what processes that it starts do is not seen; start ranks with torchrun"] * (not self.error)
         elif num := len(self.findings):
             lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
-        lines += [f"  the {self.of} raised {self.error}"] * bool(self.error)
+        lines += [f"  the audited code raised {self.error}"] * bool(self.error)
         for fault in self.findings:
-            lines += [f"  {fault.where}: {fault.text}", f"    by hand: {fault.by_hand}"]
-            lines += [f"    window: {fault.window}"] * (fault.window != WINDOW)
-        lines += [f"  window: {WINDOW}"] * any(one.window == WINDOW for one in self.findings)
+            lines += [f"  {fault.line}", f"    by hand: {fault.by_hand}"]
+        lines += [f"  window: {WINDOW}"] * bool(self.findings)
         lines += [f"  note: {note}" for note in self.notes] + [f"  not judged: {text}" for text in self.unjudged]
         lines += [f"  fact: {fact}" for fact in self.facts]
         try:
@@ -92,28 +85,26 @@ class Audit:
     def judge(self, watch: Watch, mine: dict[str, Any], seen: Seen) -> None:
         self.ranks = len(seen)
         self.updates = max(len(one["updates"]) for one in seen)
-        folded = quietly(verdict)(seen) or Verdict([], {}, [])
-        said = [(each.kind, f"{each.where}: {each.text}" if each.where else each.text) for each in folded.findings]
-        self.findings = [finding for finding in folded.findings if finding.kind not in SOFT]
-        self.notes = [text for kind, text in said if kind == NOTE]
-        self.unjudged = [text for kind, text in said if kind in (UNJUDGED, DOUBT)]
-        self.judged = folded.judged
-        self.facts = folded.facts
+        folded = quietly(verdict)(seen)
+        findings, self.facts = folded or ([], [])
+        self.findings = [finding for finding in findings if finding.kind not in SOFT]
+        self.notes = [finding.line for finding in findings if finding.kind == NOTE]
+        self.unjudged = [finding.line for finding in findings if finding.kind == UNJUDGED]
         self.unjudged += [*(f"the audit itself failed, {one}" for one in failures), *watch.unjudged]
         if lost := mine["world"] - self.ranks:
             text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"
             self.unjudged.append(text)
-        if watch.modes.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
-            text = f"{min(watch.modes.norms)} normalises by each micro-batch: no window equals one big batch"
+        if watch.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
+            text = f"{min(watch.norms)} normalises by each micro-batch: no window equals one big batch"
             self.notes.append(text)
         if watch.forked[0]:
             self.unjudged.append("what a forked child of this process trains; audit it in the child")
         if watch.ledger.unseen:
-            names = shorten([watch.ledger.rows[i]["name"] for i in sorted(watch.ledger.unseen)])
+            names = shorten([watch.ledger.rows[place]["name"] for place in sorted(watch.ledger.unseen)])
             self.unjudged.append(f"receipts of {names}, whose gradient is sparse, or has too long rows")
         self.notes += watch.notes
         self.status = 1 if self.findings else 3 if self.unjudged else 0
-        if not (self.judged and self.updates):
+        if not (folded and self.updates):
             self.status = 2
 
 
@@ -149,7 +140,7 @@ def watched(
     model: nn.Module | None, updates: int | None, folder: str | None, tell: Callable[[Audit], object] | None = None
 ) -> Iterator[Audit]:
     """Yields a report, which is filled in and passed to `tell` at the end; all ranks wait for that."""
-    report = Audit(of="block" if tell is None else "script itself")
+    report = Audit()
     watch = Watch(model, updates)
     failures.clear()
     try:

@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any, final
 
 from torch import Tensor
-from torch.optim import SGD
 
 from ..norms import local
 from .ledger import Ledger, Receipts, on_host, quietly
 from .private import version
 
 KEPT = 2000  # backwards of an update, and updates
+CHANGED = "changed between the last backward and the step"
 AFTER = ("late", "again")  # kinds of what happens after the step of an update
 
 
@@ -37,7 +37,7 @@ class Backward:
 
     def as_dict(self) -> dict[str, Any]:
         for term in self.terms:
-            for key in ("seed", "low", "count", "print", "pairs"):
+            for key in ("seed", "low", "count"):
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
                 term["divisors"] = [_plain(*step) for step in term["divisors"]]
@@ -58,7 +58,7 @@ class Trained:
         self.is_seen = False  # by receipts
         self._mark: tuple[int, int] | None = None  # a gradient after the last backward or step; engines may keep theirs
         self._is_closed = False  # since the last backward
-        # Kind, line ("": a window of ours), the number of backwards before it, and the schedule's id, or by how much
+        # Kind, line, the number of backwards before it, and the schedule's id, or by how much
         # gradients are over the bound of clipping
         self.events: list[tuple[str, str, int, Any]] = []
         self._last_events = self.events  # of the last update
@@ -85,13 +85,6 @@ class Trained:
     def is_unscaled(self) -> bool:
         return any(kind in ("unscale", "scaler") for kind, *_ in self.events)
 
-    @property
-    def is_linear(self) -> bool:
-        """True where a factor of all gradients is a factor of the learning rate."""
-        optimizer: Any = self.optimizer()
-        is_plain = isinstance(optimizer, SGD) and not any(group["weight_decay"] for group in optimizer.param_groups)
-        return is_plain and all(kind != "clip" for kind, *_ in self.events)
-
     def _gradient(self) -> tuple[int, int] | None:
         """One of its gradients, and how often it was changed."""
         every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
@@ -106,7 +99,7 @@ class Trained:
     def touch(self) -> None:
         """Notes that gradients were changed between two backwards."""
         if self._mark is not None and self._mark != (now := self._gradient()):
-            self._touched.add("emptied" if now is None else "changed")
+            self._touched.add(f"{'set to None' if now is None else 'changed'} between two backwards")
 
     def add(self, made: Backward) -> None:
         self.pending = [*self.pending[-KEPT:], made]
@@ -133,7 +126,7 @@ class Trained:
         if self._is_closed or not self.pending:
             return
         self._is_closed = True
-        self._touched |= {"before the step"} if self._mark != self._gradient() else set()
+        self._touched |= {CHANGED} if self._mark != self._gradient() else set()
         if all(made.received is not None for made in self.pending):
             self._closed = self._ledger.receipts(self._places())
 
@@ -190,17 +183,17 @@ class Trained:
         return update
 
     def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The receipts of the update; also gives each backward its own, all in one read from the device."""
+        """The receipts of the update; also gives each backward its own."""
         every = set(closed).union(*(made.received or {} for made in self.pending))
         places = sorted(every.intersection(self._places()))
-        values = self._ledger.receipts(places, of_values=True)
-        of_each = ((made.received or {}, made.left or {}, made.values or values) for made in self.pending)
-        rows = on_host([closed, values, *(one for three in of_each for one in three)], places)
-        for made, backward, received, left in zip(self.pending, backwards, rows[2::3], rows[3::3], strict=True):
-            backward |= {"received": received} if made.left is None else {"received": received, "left": left}
-        kept = zip(self.pending, rows[4::3], strict=True)
-        moved = any(bool((row != rows[1]).any()) for made, row in kept if made.values)
-        return {"places": places, "closed": rows[0], "values": rows[1], "moved": moved}
+        values = on_host(self._ledger.receipts(places, of_values=True), places)
+        for made, backward in zip(self.pending, backwards, strict=True):
+            backward["received"] = on_host(made.received or {}, places)
+            if made.left is not None:
+                backward["left"] = on_host(made.left, places)
+        kept = (on_host(made.values, places) for made in self.pending if made.values)
+        moved = any(not values.equal(row) for row in kept)
+        return {"places": places, "closed": on_host(closed, places), "values": values, "moved": moved}
 
     def _places(self) -> list[int]:
         return [place for place, owners in self._ledger.owners.items() if self.place in owners]

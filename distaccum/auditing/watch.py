@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import math
 import mmap
 import os
@@ -23,14 +22,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..batchnorm import batchnorms
 from ..engines.base import Gradient
 from . import private
 from .criterions import hearing
 from .heard import Heard
 from .ledger import ROW, Ledger, quietly
-from .lines import OURS, where
-from .loaders import Loaders
-from .modes import Modes
+from .lines import where
 from .schedules import about
 from .share import place_in_job
 from .trained import KEPT, Backward, Trained, parameters_of
@@ -57,15 +55,16 @@ class Watch:
         self.updates: list[dict[str, Any]] = []
         self.notes: dict[str, None] = {}  # about what is no mistake
         self.unjudged: dict[str, None] = {}
-        self.loaders = Loaders()
         self.trained: list[Trained] = []  # also those whose optimizer is gone
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
-        self.modes = Modes(self.notes)
+        self.norms = dict[str, None]()  # names of batch normalisation in training mode
+        self._was_training: dict[tuple[str, int], bool] = {}  # of each model at the first backward of a line
         self.schedules: dict[int, dict[str, Any]] = {}  # by id
-        self.heard = Heard(self.loaders, self.ledger)
+        self.heard = Heard(self.ledger)
         self.forked = mmap.mmap(-1, 1)  # its child sets a byte, where it trains
         self._process = os.getpid()
         self._num = 0  # updates so far
+        self._looks_closely = True  # takes receipts in this update
         self._ways: set[Any] = set()  # of updates with receipts
         self._num_new = 0  # updates that are to have receipts, since the way was new
         self._stepping: Any = None  # the optimizer that steps
@@ -73,8 +72,6 @@ class Watch:
         self._scaler: Any = None  # that has scaled a loss since the last step
         if model is not None:
             self.ledger.add_root(model)
-            for parameter in model.parameters():
-                self.ledger.place(parameter)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -115,13 +112,13 @@ class Watch:
         if not self.is_here() or self.heard.current is not None or self._stepping is not None:
             return original(*args, **options)
         self._stay_over()
-        made = Backward(where()[0], self.loaders.batch())
+        made = Backward(where()[0], self.heard.batch)
         made.scaler = self._scaler
         for trained in self._waiting():
             trained.touch()
             if trained.is_emptied:
                 trained.forgo("")
-        if self.heard.looks_closely:
+        if self._looks_closely:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
         else:
@@ -129,7 +126,7 @@ class Watch:
         if made.received is not None or not self.heard.calls:
             roots = args[at] if len(args) > at else options.get("tensors")
             made.own = quietly(private.note_divisors)(roots, self.heard.key) or []
-        if quietly(self.modes.have_left_training)(made.line, self.ledger.trained_roots()):
+        if self._have_left_training(made.line):
             for trained in self.trained:
                 trained.note("eval", made.line)
         self.heard.current = made
@@ -153,6 +150,20 @@ class Watch:
             if trained.place in touched or not (touched or (trained.is_seen and made.received is not None)):
                 trained.add(made)
         return result
+
+    @quietly
+    def _have_left_training(self, line: str) -> bool:
+        """True if a model is in eval mode now, and was not at the line's first backward."""
+        has_left = False
+        for root in self.ledger.trained_roots():
+            if (key := (line, id(root))) in self._was_training:
+                has_left |= self._was_training[key] and not root.training
+                continue
+            self._was_training[key] = root.training
+            self.norms |= {name or type(norm).__name__: None for name, norm in batchnorms(root) if norm.training}
+            if not root.training and any(isinstance(module, nn.Dropout) and module.p for module in root.modules()):
+                self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
+        return has_left
 
     def is_here(self) -> bool:
         """False in a forked child."""
@@ -198,26 +209,26 @@ class Watch:
             if self._stepping is None:
                 self.unjudged["optimizers that step within backward"] = None
             return None
-        self._stepping = optimizer
         trained = self._know(optimizer)
-        closure = args[1] if len(args) > 1 else options.get("closure")
-        if closure is None:
-            self._record(trained)
-            return None
-        calls = itertools.count()
 
-        def heard(*args: Any, **options: Any) -> Any:
-            """Listens to the backwards of a closure's first call; further calls only search within the step."""
-            if next(calls):
-                return closure(*args, **options)
-            self._stepping = None
-            try:
-                return closure(*args, **options)
-            finally:
+        def begin() -> None:
+            if self._stepping is None:
                 self._stepping = optimizer
                 self._record(trained)
 
-        return (optimizer, heard, *args[2:]), {name: one for name, one in options.items() if name != "closure"}
+        closure = args[1] if len(args) > 1 else options.get("closure")
+        if closure is None:
+            begin()
+            return None
+
+        def heard(*args: Any, **options: Any) -> Any:
+            """Listens to the backwards of a closure's first call; further calls only search within the step."""
+            try:
+                return closure(*args, **options)
+            finally:
+                begin()
+
+        return (optimizer, heard, *args[2:]), {name: value for name, value in options.items() if name != "closure"}
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         trained = self._trained(optimizer)
@@ -231,7 +242,7 @@ class Watch:
             trained.num += 1
         self._num = max(self._num, trained.num)
         every = EVERY << (self._num // OFTEN).bit_length()
-        self.heard.looks_closely = self._num < FIRST or self._num % every == 0 or self._num_new > 0
+        self._looks_closely = self._num < FIRST or self._num % every == 0 or self._num_new > 0
         trained.forget()
         if self.most is not None and min([other.num for other in self.trained if other.num], default=0) >= self.most:
             self.is_over = True
@@ -248,7 +259,7 @@ class Watch:
         trained.close()
         if trained.num < 2:
             self.ledger.name()
-        record = trained.record() | {"line": where()[0], "linear": trained.is_linear}
+        record = trained.record() | {"line": where()[0]}
         record["unused"] = self.heard.unused(record["backwards"])
         if len(self.updates) < KEPT or "places" in record:
             self.updates.append(record)
@@ -256,11 +267,13 @@ class Watch:
     def _draw(self, original: Any, loader: Any) -> Any:
         try:
             self._stay_over()
-            return self.loaders.draw(original, loader)
+            batch = original(loader)
         except StopIteration:
             for trained in self._waiting():
                 trained.note("ended")
             raise
+        self.heard.draw(loader)
+        return batch
 
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
         """Notes that a module or an optimizer is cleared, and with it the gradients that no step used."""
@@ -276,9 +289,9 @@ class Watch:
         (line, inner) = where()
         optimizer = getattr(scheduler, "optimizer", None)
         trained = self._trained(getattr(optimizer, "optimizer", optimizer))
-        # Accelerate's steps once per rank. No line stands for a step by a window.
+        # Accelerate's steps once per rank.
         if trained is not None and trained.num and not (args or options or "accelerate" in inner):
-            trained.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))
+            trained.note("schedule", line, id(scheduler))
         with patch.object(self, "_scheduling", True):
             result = original(scheduler, *args, **options)
         if trained is not None:
@@ -296,7 +309,7 @@ class Watch:
             kinds = ("clip", "scaled")[: 1 + is_scaled] if trained.pending else ("late",)
             events += [(trained, kind) for kind in kinds]
         most = [p.grad.abs().max() for p in given if p.grad is not None] if "value" in original.__name__ else []
-        result = original((p for p in given) if isinstance(parameters, Iterator) else parameters, *args, **options)
+        result = original(given, *args, **options)
         if bound:
             over = (max(most) if most else result) / bound  # a tensor, which is read at the end
             over = over if not hasattr(over, "to_local") or over.placements[0].is_replicate() else bound < math.inf
@@ -332,18 +345,15 @@ class Watch:
         return {
             "parameters": {what: [row[what] for row in self.ledger.rows] for what in ROW},
             "wrapped": self.ledger.wrapped,
-            "updates": [{**update, "events": [*map(_plain_event, update["events"])]} for update in self.updates],
+            "updates": [
+                {**update, "events": [(*event, float(whose)) for *event, whose in update["events"]]}
+                for update in self.updates
+            ],
             "schedules": {key: known for key, known in self.schedules.items() if known},
             "is_cut": self.is_over,
             "made": self._num,
-            "recurs": self.modes.recurs,
             "rest": {each.place: [] if self.most else each.rest() for each in self.trained},
         }
-
-
-def _plain_event(event: tuple[str, str, int, Any]) -> tuple[str, str, int, Any]:
-    kind, line, before, whose = event
-    return kind, line, before, whose if isinstance(whose, int) else float(whose)
 
 
 def _heard(original: Any, hear: Callable[..., Any], is_first: bool) -> Any:

@@ -13,21 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from ..text import plural
+from .criterions import BY_CLASS
 from .parts import RULES, Criterion, Part, Run, are_equal, bound_of, ends, is_equal, terms_of
-from .reckoning import DOUBT, NOTE, UNJUDGED, Finding
+from .reckoning import NOTE, UNJUDGED, Finding
 
-COUNTS = {  # cures, by the unit of a mean
-    "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
-    "targets": 'Accumulator(...), with count=count_tokens("labels") if they are tokens, window.backward(mean)',
-    "samples": "Accumulator(...), which counts samples, window.backward(mean)",
-    "class weights": "Accumulator(..., count=...), a function that adds up those of a batch, window.backward(mean)",
-    "elements": "Accumulator(..., count=...), a function that counts a batch's elements, window.backward(mean)",
-}
-CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
-UNDIVIDED = "loss / "  # how the cure of a missing division begins
 OWN_LOSS = "whose loss is wholly or in part the script's own"
 SLIGHT = 0.05  # what an update may lack of one mean: a note
 
@@ -37,25 +28,13 @@ def weigh(run: Run) -> Iterator[Finding]:
     yield from _judge_unused(run)
     every = run.criterions()
     known = [criterion for criterion in every if _is_known(criterion)]
-    undivided = set[int]()  # optimizers of which nothing divides a loss, or of which lengths have been judged
-    for criterion in every:
-        if criterion not in known:
-            yield _not_judged(criterion)
-            continue
-        yield from _judge_units(criterion)
-        yield from _note_pairs(criterion)
-        for finding in _judge_level(criterion, known):
-            yield finding
-            undivided |= {criterion.place} if finding.by_hand.startswith(UNDIVIDED) else set()
+    yield from (_not_judged(criterion) for criterion in every if criterion not in known)
     for criterion in known:
-        for finding in _judge_lengths(criterion) if criterion.place not in undivided else ():
-            yield finding
-            undivided |= {criterion.place} if finding.kind == "window" else set()  # criterions have one cause
-
-
-def sites_of(run: Run) -> set[Any]:
-    """The lines, by optimizer, whose weights are judged."""
-    return {(of.place, part.site) for of in run.criterions() if _is_known(of) for part in of.parts}
+        yield from _judge_units(criterion)
+        findings = [*_judge_level(criterion, known)]
+        yield from findings
+        if all(finding.kind != "divisor" for finding in findings):
+            yield from _judge_lengths(criterion)
 
 
 def _is_known(criterion: Criterion) -> bool:
@@ -67,20 +46,7 @@ def _is_known(criterion: Criterion) -> bool:
 
 
 def _not_judged(criterion: Criterion, why: str = "") -> Finding:
-    lines = {part.line for part in criterion.parts}
-    own = {(part.index, part.rank, part.backward) for part in criterion.parts}
-    every = {
-        (part.index, part.rank, part.backward) for part in criterion.run.parts[criterion.place] if part.line in lines
-    }
-    text = f"weights of {len(own)} of {len(every)} backwards in {criterion.where}, {OWN_LOSS}{why}"
-    return Finding(UNJUDGED, "", text)
-
-
-def _note_pairs(criterion: Criterion) -> Iterator[Finding]:
-    pairs = [part.term["pairs"] for part in criterion.parts if part.term.get("pairs") is not None]
-    if all(pairs) and len(pairs) > 1 and any(part.backward for part in criterion.parts):
-        text = f"a loss over the pairs of a micro-batch, of which no window equals one big batch; {CONTRAST} does"
-        yield Finding(NOTE, criterion.where, text)
+    return Finding(UNJUDGED, "", f"weights in {criterion.where}, {OWN_LOSS}{why}")
 
 
 # Within an update
@@ -92,7 +58,6 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         text = f"no token counts in {empty} micro-batches, and the mean over none is NaN"
         hand = "sum the loss, and divide it by the window's number of tokens"
         yield Finding("nan", criterion.where, text, hand)
-    ranks = range(criterion.run.num_ranks)
     spread = dict[int, tuple[float, float]]()
     for index, parts in criterion.updates.items():
         if any(_rules_of(criterion, parts)):
@@ -105,21 +70,19 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         if criterion.is_own and criterion.is_sum and not _are_means(counted):
             yield _not_judged(criterion, "; its sums have different divisors")
             continue
-        of_script = not all(part.intent for part in counted)
+        of_script = not all(part.term["intent"] for part in counted)
         spread[index] = ends(part.each(of_script=of_script) for part in counted)
     if spread:
         index = max(spread, key=lambda i: spread[i][1] / spread[i][0])
         low, high = spread[index]
-        unit = _unit(criterion.parts)
-        of_ranks = ([part for part in criterion.updates[index] if part.rank == rank] for rank in ranks)
-        is_ranks = len(ranks) > 1 and all(any(_rules_of(criterion, of_rank)) for of_rank in of_ranks)
+        unit = "targets" if criterion.name in BY_CLASS else "elements"
         text = (
-            f"{unit} of different {'ranks' if is_ranks else 'micro-batches'} weigh {low:.3g} to {high:.3g} "
-            f"({high / low:.3g} to 1) in update {index}; so in {len(spread)} of {len(criterion.updates)} updates"
+            f"{unit} of different micro-batches weigh {low:.3g} to {high:.3g} ({high / low:.3g} to 1) in update {index}"
+            f"; so in {len(spread)} of {len(criterion.updates)} updates"
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
-        hand += " on all ranks, times the number of ranks where the wrapper averages" if len(ranks) > 1 else ""
-        yield Finding("weights", criterion.where, text + _lines(criterion), hand, COUNTS[unit])
+        hand += " on all ranks, times their number where the wrapper averages" * (criterion.run.num_ranks > 1)
+        yield Finding("weights", criterion.where, text + _lines(criterion), hand)
 
 
 def _rules_of(criterion: Criterion, parts: Sequence[Part]) -> Iterator[tuple[str, bool]]:
@@ -128,7 +91,7 @@ def _rules_of(criterion: Criterion, parts: Sequence[Part]) -> Iterator[tuple[str
     for units, of_script in criterion.rules[:2] if criterion.is_own else criterion.rules:
         low, high = ends(part.each(units, of_script) for part in counted)
         is_even = high <= low * (1 + bound_of(part.term for part in counted))
-        if is_even and (of_script or all(part.intent for part in counted)):
+        if is_even and (of_script or all(part.term["intent"] for part in counted)):
             yield units, of_script
 
 
@@ -145,13 +108,6 @@ def _is_by_sample(criterion: Criterion, index: int) -> bool:
         if part.index == index and part.site in sites and not part.is_own:
             calls[part.rank, part.backward].append(part)
     return not all(any(_rules_of(criterion, parts)) for parts in calls.values())
-
-
-def _unit(parts: Sequence[Part]) -> str:
-    """The unit of these; not every target of a token counts."""
-    terms = [part.term for part in parts]
-    units = {"tokens" if t["unit"] == "targets" and t["count"] != t["rows"] else t["unit"] for t in terms}
-    return units.pop() if len(units) == 1 else "tokens"
 
 
 def _judge_unused(run: Run) -> Iterator[Finding]:
@@ -178,15 +134,9 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
     is_mean = _is_mean(criterion, criterion.rules)
     if not is_mean and (not criterion.level or criterion.is_constant or criterion.is_own):
         return
-    rules = [
-        rule
-        for rule in criterion.rules
-        if rule in RULES[:2] or _are_one(criterion.usual_of(criterion.totals_by(*rule)))
-    ]
     even = [{*_rules_of(criterion, parts)} for parts in criterion.updates.values()]
     # What makes the units of an update equal, makes updates equal too
-    rules = [rule for rule in rules if all(rule in of_update for of_update in even)] or rules
-    is_divided_alike = not criterion.is_own or are_equal(part.weight() for part in criterion.parts)
+    rules = [rule for rule in criterion.rules if all(rule in of_update for of_update in even)] or criterion.rules
     spread = (1.0, 1.0)
     for totals in (criterion.totals_by(*rule) for rule in rules):
         level = statistics.median(criterion.usual_of(totals) or [0.0])
@@ -196,22 +146,17 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
         odd = {i: by for i, by in weights.items() if not is_equal(by, 1.0) and not _is_skipping(criterion, i)}
         if not odd:
             return
-        if is_divided_alike and all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in odd.items()):
+        if all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in odd.items()):
             yield _window(criterion, odd)
             return
         spread = ends(weights.values())
-    weighs = f"which weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual"
-    if criterion.is_own:
-        yield _not_judged(criterion, f"; its updates, {weighs}")
-    elif criterion.is_constant:
-        text = "a constant divides this sum, also in updates with fewer or more units"
-        yield Finding(DOUBT, criterion.where, text)
-    elif criterion.is_sum and all(abs(total - 1) <= SLIGHT for total in criterion.totals.values()):
+    if criterion.is_sum and not criterion.is_own and all(abs(by - 1) <= SLIGHT for by in criterion.totals.values()):
         low, high = ends(criterion.totals.values())
         text = f"updates add up to {low:.3g} to {high:.3g} of one mean, as where targets count that nothing predicts"
         yield Finding(NOTE, criterion.where, text)
     else:
-        yield Finding(DOUBT, "", f"updates, {weighs} in {criterion.where}")
+        text = f"updates, which weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual in {criterion.where}"
+        yield Finding(UNJUDGED, "", text)
 
 
 def _is_skipping(criterion: Criterion, index: int) -> bool:
@@ -233,12 +178,7 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Finding:
         f"update {index} has {plural(length, 'micro-batch')}, and weighs {odd[index]:.3g} of the others, which have "
         f"{common}; so {len(odd)} of {len(criterion.lengths)} updates"
     )
-    hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
-    if criterion.lengths.get(0) == 1 < common and 0 in odd:
-        text += f". It steps after the 1st, {common + 1}th, {2 * common + 1}th ..., as `step % {common} == 0` does"
-        hand = f"step where (step + 1) % {common} == 0, and at an epoch's end, where the divisor is what is left"
-    elif length > common:
-        hand = "step at an epoch's end too, and divide by the number of micro-batches that there are"
+    hand = f"step where (step + 1) % {common} == 0 and at an epoch's end; divide by the micro-batches that there are"
     where = criterion.updates[index][-1].site[0]
     return Finding("window", where, text + _lines(criterion, index), hand)
 
@@ -250,7 +190,6 @@ def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[
     """Finds a usual weight that has one plausible reading."""
     run = criterion.run
     level = criterion.level
-    steps = criterion.common
     if (fault := _undivided(criterion)) is not None:
         yield fault
     if fault is not None or criterion.factor is None or not level:
@@ -258,32 +197,17 @@ def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[
     are_added = run.num_ranks > 1 and is_equal(criterion.factor, run.num_ranks)  # and no coefficient makes up for it
     if _is_mean(criterion, [rule for rule in criterion.rules if rule[1] or not are_added]):
         return
-    accumulated = criterion.usual_of(criterion.totals_by("count", of_script=False))
-    if criterion.is_own:
-        times = max(accumulated, default=level)
-        text = f"; the {steps} of an update add up to {times:.4g} times their mean" * (steps > 1)
-        yield _not_judged(criterion, text)
-        return
-    if not are_equal(criterion.usual_of(criterion.totals)):
+    if not criterion.is_own and not are_equal(criterion.usual_of(criterion.totals)):
         return  # not one level: updates differ
     text = f"the gradient is {level:.4g} times that of the mean"
-    is_alone = are_equal(other.level for other in others if other.place == criterion.place and not other.is_own)
-    reading = _reading(criterion) if is_alone and _shows_samples(criterion) else None
-    updates = [run.updates[criterion.place, index][0] for index in criterion.usual]
-    if reading is None:
-        divisors = {by for part in criterion.parts for how, by in part.path or () if how == "div" and by and not by % 1}
-        is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (steps, run.num_ranks))
-        has_reason = is_like or divisors - {1.0, steps} or not accumulated  # that is not seen
-        text = f"{text}, in windows of {plural(steps, 'micro-batch')}; right if that is a coefficient"
-        yield Finding(DOUBT if has_reason else NOTE, criterion.where, text)
-        return
-    what, hand = reading
-    is_rate = all(update["linear"] for update in updates)
-    if hand.startswith(UNDIVIDED) and is_rate and len({*criterion.lengths.values()}) == 1:
-        text = f"{what}, as {steps} times the learning rate would; {hand}, if it is not"
-        yield Finding(DOUBT, criterion.where, text)
-        return
-    yield Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
+    has_own = any(part.is_own for part in run.parts[criterion.place])
+    is_alone = not has_own and are_equal(other.level for other in others if other.place == criterion.place)
+    if is_alone and (reading := _reading(criterion)) is not None:
+        what, hand = reading
+        yield Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
+    else:
+        text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
+        yield Finding(UNJUDGED, criterion.where, text)
 
 
 def _is_mean(criterion: Criterion, rules: Iterable[tuple[str, bool]]) -> bool:
@@ -316,14 +240,16 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
         return None
     divisors = [by for how, by in path if how == "div" and by != 1.0]
     has_steps = steps > 1 and (any(is_equal(by or 0.0, steps) for by in divisors) or is_equal(factor, 1 / steps))
-    is_whole = steps > 1 and not divisors and is_equal(factor, 1.0) and not criterion.is_sum
-    averages = ", since the wrapper averages" * is_equal(factor, 1.0)
-    twice = f"the {steps} micro-batches divide {'what their tokens divide already' if criterion.is_sum else 'twice'}"
-    once = "leave one division out" if criterion.is_sum else "divide once: here, or in the library that does so too"
+    is_whole = not divisors and is_equal(factor, 1.0) and not criterion.is_sum and _shows_samples(criterion)
     readings = [  # whether it is possible, the weight that it would give, its text and its cure
-        (is_whole, steps, f"nothing divides by the {steps} micro-batches", f"{UNDIVIDED}{steps}"),
-        (has_steps and ranks != steps, 1 / steps, twice, once),
-        (ranks > 1, 1 / ranks, f"the {ranks} ranks divide twice{averages}", f"multiply by {ranks}"),
+        (steps > 1 and is_whole, steps, f"nothing divides by the {steps} micro-batches", f"loss / {steps}"),
+        (has_steps and ranks != steps, 1 / steps, f"the {steps} micro-batches divide twice", "leave one division out"),
+        (
+            ranks > 1,
+            1 / ranks,
+            f"the {ranks} ranks divide twice, as where the wrapper averages",
+            f"multiply by {ranks}",
+        ),
         (ranks > 1, ranks, "the ranks are added up, not averaged", f"divide by {ranks}"),
     ]
     level = criterion.level
@@ -331,29 +257,9 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
 
 
 def _shows_samples(criterion: Criterion) -> bool:
-    """True if the backwards of an update surely are of different samples, and no loss of the script's own is there.
-
-    They are not where targets are those of other backwards (views of a batch), or all alike in each (all real, then all
-    fake), and where a recurrent model goes through the steps in time of a batch.
-    """
-    run = criterion.run
-    if any(part.is_own and part.index in criterion.updates for part in run.parts[criterion.place]):
-        return False
-    if {part.rank for part in criterion.parts} != {*range(run.num_ranks)}:
-        return False
+    """True if a loader gives a batch for each backward: no views of one, nor its real and its fake samples."""
     numbers = [of_update[-1].batch[1] for of_update in criterion.updates.values()]
-    drawn = statistics.median([then - now for now, then in pairwise(numbers)] or [0])
-    if run.seen[0]["recurs"] and drawn < criterion.common:
-        return False
-    printed = [part for part in criterion.parts if part.term["print"] is not None]
-    if all(part.term["rows"] > 1 and not part.term["print"] for part in printed):
-        return False
-    prints = ([(part.rank, part.term["print"]) for part in criterion.updates[index]] for index in criterion.usual)
-    known = [[by for by in of_update if by[1]] for of_update in prints]
-    if not any(known):  # a sample each
-        return not 0 < 2 * drawn <= criterion.common
-    repeated = [of_update for of_update in known if 0 < 2 * len({*of_update}) <= len(of_update)]
-    return 2 * len(repeated) < len(criterion.usual)  # targets of a few classes are alike now and then
+    return statistics.median([then - now for now, then in pairwise(numbers)] or [0]) >= criterion.common
 
 
 def _undivided(criterion: Criterion) -> Finding | None:

@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import distaccum
 from distaccum import Accumulator
 from distaccum.auditing import watch
-from distaccum.auditing.heard import print_of
 from tests.support.counting import Counting
 from tests.support.programs import wait_for
 
@@ -145,7 +144,7 @@ def test_mistake_is_named_with_its_line(audited, mutation):
         return
     assert seen["status"] == 1, seen["text"]
     kinds = [one for one in seen["findings"] if one["kind"] == mutation.kind]
-    named = [one for one in kinds if mutation.says in one["text"] + one["window"]]
+    named = [one for one in kinds if mutation.says in one["text"]]
     assert named, seen["text"]
     assert any(one["where"].endswith(tuple(lines)) for one in named), (lines, seen["text"])
 
@@ -239,7 +238,7 @@ def test_script_that_fails_and_one_that_trains_nothing_have_status_2(programs, t
     (tmp_path / "nothing.py").write_text("print('hello')\n")
     failed = programs.run("distaccum", "audit", tmp_path / "fails.py")
     text = " ".join(failed.text.split())
-    assert failed.status == 2 and "the script itself raised KeyError: 'mine'" in text and "watch.py" not in text
+    assert failed.status == 2 and "the audited code raised KeyError: 'mine'" in text and "watch.py" not in text
     unwritable = programs.run("distaccum", "audit", "--json", tmp_path / "no" / "x.json", tmp_path / "fails.py")
     assert unwritable.status == 2 and "cannot be written" in unwritable.text
     nothing = programs.run("distaccum", "audit", tmp_path / "nothing.py")
@@ -270,7 +269,7 @@ def test_window_of_an_accumulator_that_is_older_than_the_audit_is_heard():
                 window.backward(cross_entropy(model(x), torch.arange(len(x))))
             window.discard() if window.index else window.step()
     report.assert_right()
-    assert report.judged == {"weights": 1, "receipts": 1}
+    assert report.facts[-1].startswith("receipts in updates 0 to 0, of 0 to 0")
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
@@ -292,7 +291,6 @@ def test_long_run_takes_receipts_ever_more_rarely(monkeypatch):
     monkeypatch.setattr(watch, "KEPT", 20)
     report = loop(lambda model, *_: mean(model).backward(), [1] * 200)
     assert report.facts[-1].startswith("receipts in updates 0 to 16, then 32, 64, 128, of 0 to 199"), report
-    assert report.judged["receipts"] == 20
 
 
 def test_older_optimizers_with_windows_of_different_length_are_told_apart():
@@ -371,10 +369,10 @@ def test_criterion_of_another_library_is_not_seen_and_the_verdict_says_so(monkey
     for one in (others, another):
         monkeypatch.setattr(nn.functional, "cross_entropy", one)
         report = trained(lambda scores, y: nn.functional.cross_entropy(scores, y) / 2)
-        assert nn.functional.cross_entropy is one and report.status == 3 and report.judged["weights"] == 0
+        assert nn.functional.cross_entropy is one and report.status == 3
         assert "cross_entropy, in whose place another library has put its own" in report.unjudged
         assert str(report).startswith("audit: nothing wrong was seen in 1 update, but not everything was judged")
-        assert "weights of 2 of 2 backwards" in str(report) and "right" not in str(report)
+        assert "whose loss is wholly or in part the script's own" in " ".join(str(report).split())
 
 
 def test_audit_puts_everything_back():
@@ -447,24 +445,24 @@ SUM = [lambda losses: losses.sum().backward()]
 def test_loss_of_the_scripts_own_is_right_if_it_is_one_mean_in_each_update(losses, steps):
     report = fit_own(losses, steps)
     report.assert_right()
-    assert report.judged["weights"] == len(losses)
+    assert sum("a loss of the script's own" in fact for fact in report.facts) == len(losses)
 
 
 @pytest.mark.parametrize(
-    ("losses", "steps", "options", "says"),
+    ("losses", "steps", "options", "times"),
     [
-        (UNDIVIDED, 4, {}, "script's own; the 4 of an update add up to 4 times their mean"),
-        (divided(4), 2, {}, "add up to 0.5 times their mean"),
-        (divided(2), 4, {"drawn": False}, "add up to 2 times their mean"),
-        (SUM, 4, {}, "the 4 of an update add up to 48 times their mean"),
-        (UNDIVIDED, 1, {"views": 3}, "the 3 of an update add up to 3 times their mean"),
-        (PENALTY, 4, {}, "the 4 of an update add up to 4 times their mean"),
+        (UNDIVIDED, 4, {}, 4),
+        (divided(4), 2, {}, 0.5),
+        (divided(2), 4, {"drawn": False}, 2),
+        (SUM, 4, {}, 48),
+        (UNDIVIDED, 1, {"views": 3}, 3),
+        (PENALTY, 4, {}, 4),
     ],
 )
-def test_loss_of_the_scripts_own_that_may_be_meant_is_not_judged(losses, steps, options, says):
+def test_loss_of_the_scripts_own_that_may_be_meant_is_not_judged(losses, steps, options, times):
     report = fit_own(losses, steps, **options)
-    assert report.findings == [] and str(report).rpartition("not judged: ")[2].startswith("weights of "), report
-    assert report.unjudged[-1].endswith(says)
+    assert report.findings == []
+    assert any(f"the gradient is {times} times that of the mean" in text for text in report.unjudged), report
     with pytest.raises(AssertionError, match="not everything was judged"):
         report.assert_right()
 
@@ -479,18 +477,6 @@ def test_target_without_a_batch_is_heard():
         (cross_entropy(model(torch.randn(8)), torch.tensor(1)) / length).backward()
 
     loop(backward, [2] * 4).assert_right()
-
-
-@pytest.mark.parametrize("num", [1, 4])
-def test_loss_over_pairs_of_micro_batches_is_noted(num):
-    """Rows of a batch are each other's negatives, so that windows of one batch alone are right."""
-
-    def backward(model, *_):
-        images, texts = model(torch.randn(6, 8)), model(torch.randn(6, 8))
-        (cross_entropy(images @ texts.T, torch.arange(6)) / num).backward()
-
-    report = loop(backward, [num] * 4)
-    assert report.status == 0 and ["contrast(batch, " in note for note in report.notes] == [True] * (num > 1)
 
 
 @pytest.mark.parametrize("loss", [mean, own])
@@ -538,7 +524,7 @@ def test_step_at_a_multiple_is_named_by_its_worst_window():
     report = loop(lambda model, *_: (mean(model) / 4).backward(), [1, 4, 4, 4, 2, 4, 4, 4])
     (fault,) = report.findings
     assert fault.text.startswith("update 0 has 1 micro-batch, and weighs 0.25 of the others, which have 4")
-    assert "`step % 4 == 0`" in fault.text and "(step + 1) % 4 == 0" in fault.by_hand
+    assert "(step + 1) % 4 == 0" in fault.by_hand
 
 
 def clipped(bound, is_late=False, scaler=None):
@@ -593,8 +579,7 @@ def test_ignored_rows_without_a_reduction_are_no_tokens():
         (losses.sum() / (y != -100).sum() / length).backward()
 
     (fault,) = loop(backward, [4, 4]).findings
-    assert fault.text.startswith("tokens of different micro-batches weigh 0.0147 to 0.05 (3.4 to 1)")
-    assert "count_tokens" in fault.window
+    assert fault.text.startswith("targets of different micro-batches weigh 0.0147 to 0.05 (3.4 to 1)")
 
 
 def test_scaler_that_is_older_than_the_audit_hides_no_short_window():
@@ -651,9 +636,3 @@ def test_losses_that_a_graph_adds_up_are_not_judged_as_micro_batches():
     calls = [4, 3, 4, 4, 4]
     report = loop(lambda model, i, length: (sum(mean(model) for _ in range(calls.pop())) / 4).backward(), [1] * 5)
     assert report.status == 3 and "0.25 times that of the mean" in report.unjudged[0]
-
-
-def test_print_tells_targets_of_few_classes_apart():
-    targets = [torch.tensor(labels) for labels in itertools.product(range(3), repeat=4)]
-    assert len({float(print_of(labels)) for labels in targets}) == 3**4 - 2**4  # but for a constant
-    assert not any(print_of(labels) for labels in targets if len(set(labels.tolist())) == 1)

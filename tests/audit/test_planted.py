@@ -54,7 +54,7 @@ PLANTS = {
     "a divisor": Plant(lambda g, _: g / 2, "weigh 0.5 to 1 of the usual"),
     "a divisor in one bucket": Plant(lambda g, _: 2 * g, "2.weight, 2.bias", parameters=(2, 3)),
     "stale": Plant(lambda g, before: g + before, "still holds that of the update before", steps=(0,)),
-    "lower precision": Plant(lambda g, _: g.bfloat16().float(), "rounded on its way to the step"),
+    "lower precision": Plant(lambda g, _: g.bfloat16().float(), "^audit: right in 4 updates of 2 ranks"),
 }
 
 
