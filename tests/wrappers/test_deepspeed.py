@@ -30,7 +30,7 @@ from tests.support.problems import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.versions import has, needs
-from tests.support.windows import error, gradient, gradient_of, loss_of, refused, run_window, warned
+from tests.support.windows import error, gradient_of, loss_of, refused, run_window, warned
 
 F32 = torch.float32
 EVEN = [[2, 1, 3]] * 2
@@ -41,9 +41,8 @@ def initialize(stage: int, net: nn.Module | None = None, **config: Any) -> Any:
     net = net or make_net_without_router().float()
     optimizer = SGD(net.parameters(), lr=1.0)
     schedule = LambdaLR(optimizer, lambda update: 1.0)
-    engine, optimizer, _, _ = import_deepspeed().initialize(
-        model=net, optimizer=optimizer, lr_scheduler=schedule, config=zero_config(stage, **config)
-    )
+    given = {"model": net, "optimizer": optimizer, "lr_scheduler": schedule}
+    engine, optimizer, _, _ = import_deepspeed().initialize(**given, config=zero_config(stage, **config))
     return engine, optimizer, schedule
 
 
@@ -154,11 +153,8 @@ def run_in(dtype: torch.dtype, window: Any, engine: Any, factor: float = 1.0) ->
 def read_masters(engine: Any) -> torch.Tensor:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    parts = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
-    parts = [
-        p.detach().float() if part is None else part for part, p in zip(parts, engine.module.parameters(), strict=True)
-    ]
-    return torch.cat([part.flatten().double() for part in parts]).clone()
+    masters = [(p, safe_get_full_fp32_param(p)) for p in engine.module.parameters()]
+    return torch.cat([(p.detach() if master is None else master).flatten().double() for p, master in masters])
 
 
 @pytest.mark.parametrize(
@@ -268,6 +264,14 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
+def run_branch(engine: Any, window: Any, item: Any, factor: float = 1.0) -> None:
+    window.backward(engine(*item).float().square().mean() * factor)
+
+
+def of_branches(plain: nn.Module, items: list[Any]) -> torch.Tensor:
+    return sum(plain(x.double(), used).square().mean() for x, used in items) / len(items)
+
+
 def in_branches(stage: int, sync: str, layouts: Any, zero: dict[str, Any], **config: Any) -> float:
     """The largest error of the stepped windows."""
     zero = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 10**4, **zero}
@@ -276,27 +280,23 @@ def in_branches(stage: int, sync: str, layouts: Any, zero: dict[str, Any], **con
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sums in float32 are not coalesced
         accumulator = Accumulator(engine, sync=sync, on_nonfinite="skip")
-    worst, dtype = 0.0, next(engine.module.parameters()).dtype
+    dtype, worst = next(engine.module.parameters()).dtype, [0.0]
     for index, layout in enumerate(layouts):
-        masters, reference = read_masters(engine), Choosing()
-        nn.utils.vector_to_parameters(zero_weights(engine).double(), reference.parameters())
         seeded, end = torch.Generator().manual_seed(index), ENDS.get(index, "step")
         batches = [[(torch.randn(2, 5, generator=seeded).to(dtype), "0" + used) for used in uses] for uses in layout]
         window = accumulator.window(batches[dist.get_rank()])
-        for i, (x, used) in enumerate(window):
-            loss = engine(x, used).float().square().mean()
-            window.backward(loss if end == "step" else loss * float("nan"))
-            if end == "break" and i == 0:
-                break
-        if end in ("step", "skip"):
-            assert window.step().stepped == (end == "step")
-        window.discard()
         if end == "step":
-            flat = batches[0] + batches[1]
-            sum(reference(x.double(), used).square().mean() / len(flat) for x, used in flat).backward()
-            worst = max(worst, error(masters - read_masters(engine), gradient(reference)))
+            run, everyone = partial(run_branch, engine, window), batches[0] + batches[1]
+            worst += step_off(engine, window, Choosing(), everyone, of_branches, run, read=read_masters)
+            continue
+        for item in window:
+            run_branch(engine, window, item, float("nan"))
+            if end == "break":
+                break
+        assert end != "skip" or not window.step().stepped
+        window.discard()
     engine.destroy()
-    return worst
+    return max(worst)
 
 
 @needs("deepspeed", "0.19.4", "an unmanaged engine")

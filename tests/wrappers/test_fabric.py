@@ -103,9 +103,10 @@ FABRIC = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [*((name, "samples mean") for name in FABRIC), ("DDP", "tokens sum_to_mean")]
-)
+CASES = [*((name, "samples mean") for name in FABRIC), ("DDP", "tokens sum_to_mean")]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
 @on_ranks(lambda name, case: FABRIC[name].world)
 def test_law_holds_on_what_fabric_set_up(name, case):
     with patch.dict(KINDS, FABRIC):
@@ -199,9 +200,8 @@ def test_window_under_fabrics_ddp_is_exact(what):
         warnings.simplefilter("ignore")  # dynamo's own
         for i, batch in enumerate(window):
             with fabric.no_backward_sync(model, enabled=i == 0 and what == "calls that stayed"):
-                window.backward(
-                    model.training_step(batch) if what == "a loss in a method" else sample_loss(model, batch)
-                )
+                loss = model.training_step(batch) if what == "a loss in a method" else sample_loss(model, batch)
+                window.backward(loss)
     exact = gradient_of(make_net_without_router(), everything(layout), sample_loss)
     if what == "calls that stayed":
         fabric.clip_gradients(model, optimizer, clip_val=0.01)
