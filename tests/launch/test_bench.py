@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
-from tests.support.programs import ROOT, Program, Programs
-from tests.support.windows import error, gradient, loss_of, run_window, weights
+from tests.support.programs import ROOT, Programs
+from tests.support.windows import accumulating, error, gradient, loss_of, run_window, weights
 
 pytestmark = pytest.mark.long
 
 
-def run(programs: Programs, program: str, *options: object) -> Program:
-    return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait()
+def run(programs: Programs, program: str, *options: object) -> None:
+    programs.run(str(ROOT / "launch/bench" / program), *options, status=0)
 
 
 def make_net() -> nn.Sequential:
@@ -65,10 +64,8 @@ def test_compared_loops_give_the_gradient_of_big_batches(programs):
 
 @pytest.mark.parametrize("way", ["window", "update", "contrast"])
 def test_windows_leave_nothing_behind(way):
-    model = make_net()
-    accumulator = Accumulator(
-        model, SGD(model.parameters(), lr=1e-3), micro_batch_size=3, max_norm=1.0, extensions=[NoiseScale()]
-    )
+    options = {"micro_batch_size": 3, "max_norm": 1.0, "extensions": [NoiseScale()]}
+    model, accumulator = accumulating(make_net(), 1e-3, **options)
 
     def updates(number: int) -> dict[str, int]:
         """Objects of each type that are alive after so many more."""
@@ -91,8 +88,7 @@ def test_windows_leave_nothing_behind(way):
 def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs, tmp_path):
     out = tmp_path / "law"
     options = "--libraries", "hand", "distaccum", "--cases", "tokens2", "clip", "--out", out
-    done = run(programs, "law.py", *options)
-    assert done.status == 0, done.errors
+    run(programs, "law.py", *options)
     cells = json.loads(out.with_suffix(".json").read_text())["cells"]
     verdicts = {name: [cell["verdict"] for cell in row.values()] for name, row in cells.items()}
     assert verdicts == {"hand": ["wrong", "wrong"], "distaccum": ["exact", "exact"]}
@@ -110,6 +106,5 @@ def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs,
     ],
 )
 def test_other_programs_run_small_to_their_end(programs, tmp_path, program, options, row):
-    done = run(programs, program, *options, "--out", tmp_path / "page")
-    assert done.status == 0, done.text + done.errors
+    run(programs, program, *options, "--out", tmp_path / "page")
     assert f"\n| {row} |" in (tmp_path / "page.md").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_train import images, log_of, same
+from tests.launch.test_train import images, log_of, proven, same, trained
 from tests.support.programs import ROOT, free_port, wait_for
 
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
@@ -50,7 +50,7 @@ def test_launchers_end_with_the_weights_of_the_big_batch(programs, tmp_path, job
     assert "2 ranks" in text and "cnn on digits" in text
     assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
     assert ("Accelerate on cpu" in text) == (job == "accelerate")
-    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+    proven(programs, tmp_path / "run")
 
 
 # Stand-ins for Slurm's commands: two tasks on this machine, which get the signal of a first job's time limit.
@@ -94,18 +94,17 @@ def test_slurm_job_ends_before_its_time_is_up_queues_itself_again_and_goes_on(pr
     assert options == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=2"]
     second = run(*words, cwd=tmp_path, **environment)
     assert "goes on with update" in second and "after 80 updates" in second
-    assert programs.run("prove", tmp_path / "run").status == 0
+    proven(programs, tmp_path / "run", 1e-10)
 
 
 def test_srun_may_start_the_ranks_itself(programs, tmp_path):
     port = free_port()
     tasks = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     options = ("--model", "cnn", "--updates", 2, "--out", tmp_path / "run")
-    ranks = [
-        programs.start("train", *options, **tasks, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
-    ]
-    assert [done.status for done in wait_for(ranks)] == [0, 0]
-    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+    places = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    ended = wait_for([programs.start("train", *options, **tasks, **place) for place in places])
+    assert [done.status for done in ended] == [0, 0]
+    proven(programs, tmp_path / "run")
 
 
 @pytest.mark.long
@@ -132,15 +131,13 @@ def test_configs_start(programs, tmp_path, path):
     config = path.read_text()
     if 'device = "cuda"' in config or path.stem in MESHES:
         data = () if path.stem in MESHES else ("--data", texts_and_images(tmp_path))
-        done = programs.run("train", "--config", path, *data, "--plan", ranks)
-        assert done.status == 0, done.text
+        done = programs.run("train", "--config", path, *data, "--plan", ranks, status=0)
         assert f"{ranks} ranks, " in done.text and ("on cuda" in done.text or path.stem in MESHES)
         assert re.search(rf"{2 if path.stem in MESHES else ranks} x \d+ micro-batches of \d+", done.text)
         return
     smaller = ("--model", "cnn") if "resnet" in config else ("--width", 32, "--layers", 1) if "gpt" in config else ()
-    done = programs.run("train", "--config", path, "--updates", 1, *smaller, "--out", tmp_path / "run", ranks=ranks)
-    assert done.status == 0, done.text
-    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+    trained(programs, tmp_path / "run", "--config", path, "--updates", 1, *smaller, ranks=ranks)
+    proven(programs, tmp_path / "run")
 
 
 def texts_and_images(folder: Path) -> Path:
@@ -151,10 +148,8 @@ def texts_and_images(folder: Path) -> Path:
 
 
 def test_fsdp_under_accelerate_is_refused_on_cpu_where_it_would_be_ddp(programs, tmp_path):
-    done = programs.run(
-        "train", "--engine", "accelerate", "--out", tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"
-    )
-    assert done.status == 2
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    done = programs.run("train", "--engine", "accelerate", "--out", tmp_path, status=2, **fsdp)
     assert "use --engine fsdp2" in done.text
 
 
@@ -208,7 +203,7 @@ def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp
     (tmp_path / "my folder").mkdir()
     config = tmp_path / "my folder" / "my.toml"
     config.write_text('model = "cnn"\nbatch_size = 32\nmicro_batch_size = 4\nupdates = 6\ncheckpoint_every = 2\n')
-    assert programs.run("train", "--config", config, "--out", tmp_path / "whole", ranks=2).status == 0
+    trained(programs, tmp_path / "whole", "--config", config, ranks=2)
     (tmp_path / "sitecustomize.py").write_text(KILLS)
     # The script resolves paths in its working directory.
     words = ["bash", ROOT / "launch/torchrun.sh", 2, "--config", "my.toml", "--out", "../run", "--resume"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.programs import ROOT, Programs, wait_for, wait_until
+from tests.support.programs import ROOT, wait_for, wait_until
 
 SCRIPT = ROOT / "launch" / "minimal.py"
 
@@ -25,24 +25,19 @@ def expect_same(file: Path, whole: Path) -> None:
         assert torch.equal(seen[name], value) if torch.is_tensor(value) else seen[name] == value, name
 
 
-def start(programs: Programs, ranks: int, file: Path) -> list[Any]:
-    return programs.start_ranks(ranks, str(SCRIPT), file)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_run_goes_on_to_the_same_bits(programs, tmp_path, ranks):
     whole, file = tmp_path / "whole.pt", tmp_path / "run.pt"
-    ended = wait_for(start(programs, ranks, whole))
-    assert {done.status for done in ended} == {0}
-    losses = [float(line.split()[-1]) for line in ended[0].text.splitlines() if line.startswith("epoch")]
+    text = programs.run(str(SCRIPT), whole, ranks=ranks, status=0).text
+    losses = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("epoch")]
     assert len(losses) == 5 and losses[-1] < 0.9 * losses[0]
-    started = start(programs, ranks, file)
+    started = programs.start_ranks(ranks, str(SCRIPT), file)
     assert wait_until(file.exists, started[0])
     for one in started:
         one.send(signal.SIGKILL)
     assert {done.status for done in wait_for(started)} == {-signal.SIGKILL}
     assert 0 < saved(file)["index"] < saved(whole)["index"]
-    assert {done.status for done in wait_for(start(programs, ranks, file))} == {0}
+    programs.run(str(SCRIPT), file, ranks=ranks, status=0)
     expect_same(file, whole)
 
 

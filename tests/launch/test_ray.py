@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.launch.test_minimal import expect_same, start
-from tests.support.programs import ROOT, wait_for
+from tests.launch.test_minimal import SCRIPT, expect_same
+from tests.support.programs import ROOT
 
 # Imported as Python starts: the second worker dies once a checkpoint is there.
 DIES = """
@@ -35,5 +35,5 @@ def test_worker_of_ray_that_dies_goes_on_to_the_bits_of_minimal(programs, tmp_pa
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert (tmp_path / "died").exists() and "'index': 79" in done.stdout
-    assert {end.status for end in wait_for(start(programs, 2, tmp_path / "whole.pt"))} == {0}
+    programs.run(str(SCRIPT), tmp_path / "whole.pt", ranks=2, status=0)
     expect_same(max((tmp_path / "ray").glob("checkpoint_*/run.pt")), tmp_path / "whole.pt")

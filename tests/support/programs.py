@@ -102,12 +102,16 @@ class Programs:
         job |= {"MASTER_PORT": free_port(), **environment}
         return [self.start(program, *arguments, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
 
-    def run(self, program: str, *arguments: object, ranks: int = 1, **environment: str) -> Program:
-        """Rank 0's result; all ranks must have ended with the same status."""
+    def run(
+        self, program: str, *arguments: object, ranks: int = 1, status: int | None = None, **environment: str
+    ) -> Program:
+        """Rank 0's result; all ranks must have ended with the same status, with this if one is given."""
         if ranks == 1:
-            return self.start(program, *arguments, **environment).wait()
-        ended = wait_for(self.start_ranks(ranks, program, *arguments, **environment))
-        assert len({done.status for done in ended}) == 1, "\n".join(done.text for done in ended)
+            ended = [self.start(program, *arguments, **environment).wait()]
+        else:
+            ended = wait_for(self.start_ranks(ranks, program, *arguments, **environment))
+        expected = {ended[0].status if status is None else status}
+        assert {done.status for done in ended} == expected, "\n".join(done.text for done in ended)
         return ended[0]
 
     def stop(self) -> None:

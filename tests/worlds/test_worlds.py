@@ -280,5 +280,5 @@ def as_torchrun() -> None:
 def test_job_that_torchrun_restarts_trains_exactly(programs):
     # torch keeps the addresses of dead processes in its store, also for a loop by hand.
     alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = programs.run("-c", "from tests.worlds import test_worlds; test_worlds.as_torchrun()", **alone)
-    assert done.status == 0 and "{0: 'exact', 1: 'exact'}" in done.text, done.text
+    done = programs.run("-c", "from tests.worlds import test_worlds; test_worlds.as_torchrun()", status=0, **alone)
+    assert "{0: 'exact', 1: 'exact'}" in done.text, done.text
