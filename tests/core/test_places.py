@@ -22,13 +22,8 @@ from tests.support.ranks import may_have_children
 from tests.support.windows import numbers_of, one_weight, run_window
 
 STEPS, EPOCHS = 2, 2
-BEFORE, IN_LOOP, EDGE, STEPPED, EPOCH = (
-    "before its loop",
-    "in its loop",
-    "after its loop",
-    "after step()",
-    "after windows()",
-)
+BEFORE, IN_LOOP, EDGE = "before its loop", "in its loop", "after its loop"
+STEPPED, EPOCH = "after step()", "after windows()"
 PRE, POST, SCHEDULE = "before the optimizer's step", "after the optimizer's step", "in the schedule's step"
 THERE, RELOADED, SAME = "there", "there, and loaded and taken again", "there, and loaded into the same job"
 CAUGHT, AFTER, HELD = "in except", "after except", "after except, with the traceback held"
