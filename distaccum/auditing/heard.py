@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .criterions import count_of, reduction_of
-from .ledger import Ledger, quietly
+from .ledger import quietly
 from .lines import where
 from .private import source_of
 from .trained import KEPT, Backward
@@ -27,17 +27,16 @@ class Heard:
     Attributes:
         key (str): Of a term in its node's metadata, where `note_divisors` finds it.
         batch (tuple[int, int]): The loader that was drawn from last, and the number of its batch.
-        calls (deque): Since the last step: the term, the batch, and whether a model trained.
+        calls (deque): Terms since the last step.
         current (Backward | None): The backward that runs now.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self) -> None:
         self.key = f"distaccum {next(_numbers)}"
-        self.calls: deque[tuple[dict[str, Any], tuple[int, int], bool]] = deque(maxlen=KEPT)
+        self.calls: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.current: Backward | None = None
         self.batch = (0, 0)
         self._drawn = Counter[int]()
-        self._ledger = ledger
 
     def draw(self, iterator: Any) -> None:
         loader = source_of(iterator)
@@ -50,8 +49,8 @@ class Heard:
         (line, inner) = where()
         term = dict.fromkeys(("divisors", "seed", "low"))
         term |= {"site": [line, name, inner], "went": False, "eps": torch.finfo(loss.dtype).eps}
-        term |= {"reduction": reduction_of(given), "count": count, "rows": rows}
-        self.calls.append((term, self.batch, self._ledger.is_training()))
+        term |= {"reduction": reduction_of(given), "count": count, "rows": rows, "batch": self.batch}
+        self.calls.append(term)
         node: Any = loss.grad_fn
         node.metadata[self.key] = term
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
@@ -79,10 +78,10 @@ class Heard:
         trained = {backward["batch"] for backward in backwards}
         loaders = {loader for loader, _ in trained if loader}
         unused: dict[Any, tuple[int, int]] = {}
-        for term, batch, is_training in self.calls:
-            loader, _ = batch
+        for term in self.calls:
+            loader, _ = term["batch"]
             # Other loaders are for validation.
-            if is_training and not term["went"] and (not loader or (loader in loaders and batch not in trained)):
+            if not term["went"] and (not loader or (loader in loaders and term["batch"] not in trained)):
                 site = tuple(term["site"])
                 skipped, unknown = unused.get(site, (0, 0))
                 unused[site] = (skipped + bool(loader), unknown + (not loader))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..norms import names_of
-from .private import gathered_parameters, is_hooked
+from .private import gathered_parameters, hook_first
 from .receipt import NUM, is_seen, num_copies, project
 
-ROW = ("name", "hooked", "vector", "numel", "copies")
+ROW = ("name", "vector", "numel", "copies")
 Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")
 failures: dict[str, None] = {}
@@ -55,7 +55,7 @@ class Ledger:
         place = self._places.get(id(parameter))
         if place is None or self._refs[place]() is not parameter:  # another one had this id
             place = self._places[id(parameter)] = len(self.rows)
-            known = (f"parameter {place}", False, parameter.ndim < 2, parameter.numel(), num_copies(parameter))
+            known = (f"parameter {place}", parameter.ndim < 2, parameter.numel(), num_copies(parameter))
             self.rows.append(dict(zip(ROW, known, strict=True)))
             self._refs.append(weakref.ref(parameter))
         return place
@@ -87,11 +87,6 @@ class Ledger:
             self._known = known
         return [root for ref in self._trained if (root := ref()) is not None]
 
-    def is_training(self) -> bool:
-        """False where all models that are trained are in eval mode."""
-        roots = self.trained_roots()
-        return not roots or any(root.training for root in roots)
-
     def name(self) -> None:
         """Looks up the parameters' names, and wrappers, while their modules are alive."""
         modules = (module for root in self.roots() for module in root.modules())
@@ -110,15 +105,14 @@ class Ledger:
     def arm(self) -> None:
         """Hooks every leaf that has no hook yet: FSDP2's appear in the first forward."""
         gathered = dict(gathered_parameters(self.roots())) if self.has_shards() else {}
-        for place, (row, ref) in enumerate(zip(self.rows, self._refs, strict=True)):
+        for place, ref in enumerate(self._refs):
             leaf = gathered.get(id(ref()), ref())
             known, _ = self._hooks.get(place, (None, None))
             if leaf is None or (known is not None and known() is leaf) or not leaf.requires_grad or not is_seen(leaf):
                 continue
             if num_copies(leaf):  # a shard that is not gathered, or tensor-parallel
                 continue
-            row["hooked"] |= is_hooked(leaf)
-            self._hooks[place] = (weakref.ref(leaf), leaf.register_hook(partial(self._receive, place)))
+            self._hooks[place] = (weakref.ref(leaf), hook_first(leaf, partial(self._receive, place)))
 
     def disarm(self) -> None:
         while self._hooks:

@@ -146,15 +146,9 @@ class Run:
 
     @property
     def is_alone(self) -> bool:
-        """True if each rank steps with a gradient of its own, without a wrapper, and together they are no one mean."""
-        alone = {key: reckoning.alone for key, reckoning in self.reckoned.items() if reckoning.alone}
-        if not 0 < len(alone) == self.num_compared or any(rank["wrapped"] for rank in self.seen):
-            return False
-        totals = [1.0]
-        for (place, index), factors in alone.items():
-            parts = (part for part in self.parts[place] if part.index == index and not part.is_own)
-            totals.append(sum(part.weight() * factors[part.rank] for part in parts))
-        return not are_equal(totals)
+        """True if each rank steps with a gradient of its own in all updates, without a wrapper."""
+        num_alone = sum(reckoning.is_alone for reckoning in self.reckoned.values())
+        return 0 < num_alone == self.num_compared and not any(rank["wrapped"] for rank in self.seen)
 
     def criterions(self) -> list[Criterion]:
         """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,13 @@ def version(tensor: Any) -> int:
     return int(tensor._version)
 
 
-def is_hooked(leaf: Any) -> bool:
-    """True where a script has hooks that may change its gradient, which torch tells by no public name."""
-    hooks = (getattr(leaf, "_backward_hooks", None) or {}).values()
-    return any(getattr(getattr(hook, "func", None), "__name__", "") != "_receive" for hook in hooks)  # a receipt's
+def hook_first(leaf: Any, hook: Callable[[Tensor], None]) -> Any:
+    """Registers a hook that gets the gradient before those of a script, which may change it."""
+    handle = leaf.register_hook(hook)
+    hooks = getattr(leaf, "_backward_hooks", None) or {}  # without it, what earlier hooks change is not seen
+    for earlier in [*hooks][:-1]:
+        hooks[earlier] = hooks.pop(earlier)
+    return handle
 
 
 def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -77,10 +76,3 @@ def num_copies(tensor: Any) -> int:
         return 0
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_replicate())
-
-
-def fit(columns: Iterable[Tensor], target: Tensor) -> tuple[Tensor, float]:
-    """The weights with which the columns add up to the target, as nearly as can be, and the norm of what is left."""
-    basis = torch.stack([*columns], dim=1)
-    weights = torch.linalg.lstsq(basis, target, driver="gelsd").solution
-    return weights, float((basis @ weights - target).norm())

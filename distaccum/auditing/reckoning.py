@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..text import shorten
-from .receipt import NUM, fit
+from .receipt import NUM
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Key = tuple[int, int]  # the optimizer's place, and the update's index
@@ -48,7 +48,7 @@ class Reckoning:
 
     Attributes:
         factor (float | None): Gradients divided by the ranks' average of what autograd gave, if one number fits.
-        alone (list[float]): Like `factor`, for each rank and its own backwards, if nothing was reduced.
+        is_alone (bool): Each rank has a gradient of its own: nothing was reduced.
         same (Tensor): Which parameters are equal on all ranks.
         is_own (bool): The script does more with gradients than adding them up.
     """
@@ -58,7 +58,7 @@ class Reckoning:
         backwards = [update["backwards"] for update in updates]
         self.findings = list[Finding]()
         self.factor: float | None = None
-        self.alone: list[float] = []
+        self.is_alone = False
         self.is_own = False
         self.index = first["index"]
         self.line = first["line"]
@@ -77,16 +77,13 @@ class Reckoning:
         sharded = copies > 0
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
-        self.hooked = about["hooked"]
         absent = [{*update["absent"]} for update in updates]
         self.absent = torch.tensor([any(place in every for every in absent) for place in first["places"]])
         self.same = _same_on_all([update["values"] for update in updates], about["vector"])
         self._judge(sharded | self.same)
 
     def _judge(self, is_copy: Tensor) -> None:
-        judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0) & ~self.hooked
-        if (hidden := (self.size > 0) & self.hooked).any():
-            self._say(UNJUDGED, f"the gradient of {self.named(hidden)}, which a hook of the script may change")
+        judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0)
         gone = judged & self.absent
         if gone.any():
             lacks = f"{self.line} steps without a gradient of {self.named(gone)}, although backward gave one"
@@ -97,8 +94,7 @@ class Reckoning:
             text = f"{self.named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
             hand = "let DDP or fully_shard cover it, and run a window's last forward and backward outside of no_sync()"
             self.findings.append(Finding("not reduced", self.where, text, hand))
-            if alone.equal(judged):
-                self.alone = _ratio(self.closed, self.own)[:, alone].median(-1).values.tolist()
+            self.is_alone = alone.equal(judged)
             judged &= ~alone
         if judged.any():
             self._compare(judged)
@@ -139,9 +135,11 @@ class Reckoning:
         faults = list[Finding]()
         hand = "keep each gradient from its backward to the step"
         whole = torch.stack(parts).sum(0)
-        spread = float(torch.linalg.pinv(torch.stack(basis)).norm(dim=0).max()) / num_spare**0.5
+        matrix = torch.stack(basis, dim=1)
+        spread = float(torch.linalg.pinv(matrix).norm(dim=1).max()) / num_spare**0.5
         for rank, target in enumerate(self.closed[:, wrong].flatten(1)):
-            weights, rest = fit(basis, target)
+            weights = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
+            rest = float((matrix @ weights - target).norm())
             off = rest / float(target.norm())
             largest = float(weights[: len(parts)].abs().max())
             if off > BOUND:

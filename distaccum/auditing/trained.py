@@ -27,7 +27,7 @@ class Backward:
         self.terms: list[dict[str, Any]] = []
         self.scaler: Any = None
         self.own: list[Any] = []  # by which numbers each addend that is no criterion's is divided
-        # The number of the clearing, its line ("": by hand), and whether a loader had ended before
+        # The backwards before the clearing, its line ("": by hand), and whether a loader had ended before
         self.cleared: tuple[int, str, bool] | None = None
         self.is_used = False  # a step of any optimizer used it
         self.values: Receipts | None = None  # of the parameters, at the clearing
@@ -54,14 +54,14 @@ class Trained:
         self.place = place
         self._ledger = ledger
         self.pending: list[Backward] = []
-        self.num = self._num_cleared = 0
+        self.num = 0
         self.is_seen = False  # by receipts
         self._mark: tuple[int, int] | None = None  # a gradient after the last backward or step; engines may keep theirs
-        self._is_closed = False  # since the last backward
         # Kind, line, the number of backwards before it, and the schedule's id, or by how much
         # gradients are over the bound of clipping
         self.events: list[tuple[str, str, int, Any]] = []
         self._last_events = self.events  # of the last update
+        self._is_closed = False  # since the last backward
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
         self._touched: set[str] = set()  # how gradients were changed between its backwards, and before the step
 
@@ -132,8 +132,7 @@ class Trained:
 
     def forgo(self, line: str) -> None:
         """Notes that gradients which it has not used are cleared."""
-        self._num_cleared += 1
-        how = self._num_cleared, line, any(kind == "ended" for kind, *_ in self.events)
+        how = len(self.pending), line, any(kind == "ended" for kind, *_ in self.events)
         for made in (made for made in self.pending if made.cleared is None):
             made.cleared = how
         if self.pending[-1].received is not None:

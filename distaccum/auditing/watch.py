@@ -60,7 +60,7 @@ class Watch:
         self.norms = dict[str, None]()  # names of batch normalisation in training mode
         self._was_training: dict[tuple[str, int], bool] = {}  # of each model at the first backward of a line
         self.schedules: dict[int, dict[str, Any]] = {}  # by id
-        self.heard = Heard(self.ledger)
+        self.heard = Heard()
         self.forked = mmap.mmap(-1, 1)  # its child sets a byte, where it trains
         self._process = os.getpid()
         self._num = 0  # updates so far

@@ -19,7 +19,6 @@ from .criterions import BY_CLASS
 from .parts import RULES, Criterion, Part, Run, are_equal, bound_of, ends, is_equal, terms_of
 from .reckoning import NOTE, UNJUDGED, Finding
 
-OWN_LOSS = "whose loss is wholly or in part the script's own"
 SLIGHT = 0.05  # what an update may lack of one mean: a note
 
 
@@ -28,7 +27,9 @@ def weigh(run: Run) -> Iterator[Finding]:
     yield from _judge_unused(run)
     every = run.criterions()
     known = [criterion for criterion in every if _is_known(criterion)]
-    yield from (_not_judged(criterion) for criterion in every if criterion not in known)
+    for unknown in (criterion for criterion in every if criterion not in known):
+        text = f"weights in {unknown.where}, whose loss is wholly or in part the script's own"
+        yield Finding(UNJUDGED, "", text)
     for criterion in known:
         yield from _judge_units(criterion)
         findings = [*_judge_level(criterion, known)]
@@ -43,10 +44,6 @@ def _is_known(criterion: Criterion) -> bool:
         return True
     is_seen = criterion.factor is not None and all(part.total is not None for part in criterion.parts)
     return is_seen and (criterion.is_sum or len({part.term["count"] for part in criterion.parts}) == 1)
-
-
-def _not_judged(criterion: Criterion, why: str = "") -> Finding:
-    return Finding(UNJUDGED, "", f"weights in {criterion.where}, {OWN_LOSS}{why}")
 
 
 # Within an update
@@ -67,9 +64,6 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
             yield Finding(UNJUDGED, "", text)
             continue
         counted = [part for part in parts if part.has_weight]
-        if criterion.is_own and criterion.is_sum and not _are_means(counted):
-            yield _not_judged(criterion, "; its sums have different divisors")
-            continue
         of_script = not all(part.term["intent"] for part in counted)
         spread[index] = ends(part.each(of_script=of_script) for part in counted)
     if spread:
@@ -93,11 +87,6 @@ def _rules_of(criterion: Criterion, parts: Sequence[Part]) -> Iterator[tuple[str
         is_even = high <= low * (1 + bound_of(part.term for part in counted))
         if is_even and (of_script or all(part.term["intent"] for part in counted)):
             yield units, of_script
-
-
-def _are_means(parts: Sequence[Part]) -> bool:
-    """True for sums of which each is divided by as many elements as its own mask keeps."""
-    return parts[0].term["reduction"] == "kept" and are_equal(part.weight(of_script=False) for part in parts)
 
 
 def _is_by_sample(criterion: Criterion, index: int) -> bool:
@@ -160,14 +149,13 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
 
 
 def _is_skipping(criterion: Criterion, index: int) -> bool:
-    """True where the script leaves out a micro-batch now and then."""
+    """True where the script leaves out a micro-batch now and then, of as many as a loader usually gives."""
     ranks = criterion.run.updates[criterion.place, index]
     before = criterion.run.updates.get((criterion.place, index - 1), ranks)
     loader, now = ranks[0]["backwards"][-1]["batch"]
     old_loader, then = before[0]["backwards"][-1]["batch"]
     is_drawn = loader == old_loader and now - then == criterion.common
-    is_unused = any(part.site in update["unused"] for update in ranks for part in criterion.parts)
-    return is_unused or (is_drawn and criterion.lengths[index] < criterion.common)
+    return is_drawn and criterion.lengths[index] < criterion.common
 
 
 def _window(criterion: Criterion, odd: Mapping[int, float]) -> Finding:
