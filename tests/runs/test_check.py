@@ -4,6 +4,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,13 +88,28 @@ def of_pairs(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(outputs @ outputs.T / 0.2, torch.arange(len(outputs)))
 
 
-def check(model: nn.Module, loss: Callable[[nn.Module, Batch], Any], **options: Any) -> Report:
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **{"micro_batch_size": 5, **options})
-    return accumulator.check(make_batch(), lambda batch: loss(model, batch))
+def check(model: nn.Module, loss: Callable[..., Any], batch: Batch | None = None, **options: Any) -> Report:
+    _, accumulator = accumulating(model, 1.0, **{"micro_batch_size": 5, **options})
+    return accumulator.check(make_batch() if batch is None else batch, partial(loss, model))
+
+
+def two_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    return {"a": of_samples(model, batch), "b": of_samples(model, batch, "sum")}
+
+
+def noisy(model: nn.Module, batch: Batch) -> Tensor:
+    return of_samples(model, batch) * (1 + torch.rand(()))
+
+
+def weighted(model: nn.Module, batch: Batch) -> Tensor:
+    by_row = 1.0 + batch["y"].repeat_interleave(5)
+    return (of_tokens(model, batch, "none") * by_row).sum() / by_row.sum()
 
 
 TOKENS = count_tokens("labels")
 SHIFTED = count_tokens("labels", shift=True)
+BY_NAME = dict.fromkeys("ab", count_samples)
+THREE = ["dropout: .* 3 .Dropout", "random: .*outside of dropout layers", "batchnorm: .* 2 .BatchNorm1d"]
 
 
 @pytest.mark.parametrize(
@@ -109,11 +125,7 @@ SHIFTED = count_tokens("labels", shift=True)
         (net(nn.LayerNorm(8), nn.GroupNorm(2, 8)), of_samples, {"micro_batch_size": 1}),
         (net().bfloat16(), lambda m, b: of_samples(m, {**b, "x": b["x"].to(m[1].weight.dtype)}), {}),
         (net(), of_samples, {"scaler": GradScaler("cpu", init_scale=64.0)}),
-        (
-            net(),
-            lambda m, b: {"a": of_samples(m, b), "b": m(b["x"]).square().sum()},
-            {"reduction": {"a": "mean", "b": "sum_to_mean"}, "count": {"a": count_samples, "b": TOKENS}},
-        ),
+        (net(), two_losses, {"reduction": {"a": "mean", "b": "sum_to_mean"}, "count": {**BY_NAME, "b": TOKENS}}),
     ],
 )
 def test_correct_setup_is_equivalent(model, loss, options):
@@ -130,12 +142,7 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (net(Centred()), of_samples, {}, ["loss: .*samples depend on each other"]),
         (net(nn.Dropout(0.2), nn.Dropout(0.3)), of_samples, {}, ["dropout: .* 2, 3 .Dropout"]),
         (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: "]),
-        (
-            net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
-            lambda m, b: of_samples(m, b) * (1 + torch.rand(())),
-            {},
-            ["dropout: .* 3 .Dropout", "random: .*outside of dropout layers", "batchnorm: .* 2 .BatchNorm1d"],
-        ),
+        (net(nn.BatchNorm1d(8), nn.Dropout(0.3)), noisy, {}, THREE),
         (net(Counting()), of_samples, {}, ["random: .*something is kept between calls"]),
         (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
@@ -143,24 +150,9 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (token_net(), of_tokens, {}, [r"count: .*the labels in 'labels' .*=count_tokens\('labels'\)"]),
         (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
         (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
-        (
-            net(),
-            of_samples,
-            {"count": lambda b: 7},
-            ["count: the criterion averages over samples, and count gave .7, 7, 7, 7. for"],
-        ),
-        (
-            net(),
-            lambda m, b: {"a": of_samples(m, b), "b": of_samples(m, b, "sum")},
-            {"count": {"a": count_samples, "b": count_samples}},
-            ["reduction: the criterion of 'b' sums"],
-        ),
-        (
-            token_net(),
-            lambda m, b: (of_tokens(m, b, "none") * (w := 1.0 + b["y"].repeat_interleave(5))).sum() / w.sum(),
-            {},
-            ["loss: .* or it is a mean by weights of its own, and count must return their sum"],
-        ),
+        (net(), of_samples, {"count": lambda b: 7}, ["count: .* averages over samples, and count gave .7, 7, 7, 7. f"]),
+        (net(), two_losses, {"count": BY_NAME}, ["reduction: the criterion of 'b' sums"]),
+        (token_net(), weighted, {}, ["loss: .* or it is a mean by weights of its own, and count must return their s"]),
     ],
 )
 def test_report_names_each_cause(model, loss, options, causes):
@@ -197,12 +189,10 @@ def test_loss_in_float32_widens_the_bound(dtype):
     for row, number in enumerate([2, 3, 8, 4, 11, 6, 3]):  # 37 in all: float32 rounds these shares
         labels[row, :number] = 1
     batch = {"x": torch.randn(7, 12, 3, dtype=dtype), "labels": labels}
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3, count=TOKENS)
-    report = accumulator.check(batch, lambda part: in_float32(model, part))
+    report = check(model, in_float32, batch, micro_batch_size=3, count=TOKENS)
     assert report.equivalent and 1e-8 < report.worst < 1e-6 and report.bound == 1e-4, report
     assert report.dtype == "float64" and "computes in float32 in part" in report.notes[0]
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
-    report = accumulator.check(batch, lambda part: in_float32(model, part))
+    report = check(model, in_float32, batch, micro_batch_size=3)
     assert "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1, report
 
 
@@ -212,8 +202,8 @@ def test_wrong_count_shows_in_few_samples_and_where_even_parts_keep_as_many_labe
     batch = {"x": torch.randn(len(labels), 6), "labels": torch.tensor(labels)}
 
     def checked(count: Any) -> Report:
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2, count=count)
-        return accumulator.check(batch, lambda part: cross_entropy(model(part["x"]), part["labels"]))
+        loss_fn = lambda model, part: cross_entropy(model(part["x"]), part["labels"])  # noqa: E731
+        return check(model, loss_fn, batch, micro_batch_size=2, count=count)
 
     report = checked(count_samples)
     assert not report.equivalent and "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1
@@ -284,16 +274,14 @@ def test_count_wrong_only_between_ranks_is_found():
     batch["labels"] = torch.full((6, 5), 1)
     if dist.get_rank():
         batch["labels"][:, 1:] = -100
-    model, accumulator = accumulating(DistributedDataParallel(token_net()), 1.0, micro_batch_size=3)
-    report = accumulator.check(batch, lambda part: of_tokens(model, part))
+    report = check(DistributedDataParallel(token_net()), of_tokens, batch, micro_batch_size=3)
     assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
 
 
 @on_ranks(2)
 def test_bad_batch_of_one_rank_raises_on_all_ranks():
-    model, rank = DistributedDataParallel(net()), dist.get_rank()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
-    said = refused(accumulator.check, make_batch() if rank else "text", lambda b: of_samples(model, b))
+    rank = dist.get_rank()
+    said = refused(check, DistributedDataParallel(net()), of_samples, make_batch() if rank else "text")
     assert "a str without tensors or lists of samples has no batch dimension" in said
     assert "rank 0 could not plan this window (TypeError: " in said or rank == 0
 
