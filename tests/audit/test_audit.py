@@ -200,7 +200,7 @@ def test_script_runs_as_itself_with_the_same_weights_until_its_updates_are_made(
     assert all(map(torch.equal, weights, again)) and torch.equal(numbers, drawn)
     assert audited.errors.startswith("audit: right in 6 updates")
     ended = programs.start("distaccum", "audit", "--updates", "2", script, "3", cwd=script.parent).wait()
-    assert ended.status == 0 and "of 2 updates" in ended.text
+    assert ended.status == 0 and "right in 2 updates" in ended.text
 
 
 @pytest.mark.parametrize("name", [name for name, num in RIGHT.items() if num == 2 and " " not in name])
