@@ -138,16 +138,14 @@ def _events(run: Run) -> Iterator[Finding]:
     """Finds what happens to gradients or models at the wrong moment."""
     for rank in run.seen:
         where: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
-        clipped = set[int]()
         for update in rank["updates"]:
             lines = [backward["line"] for backward in update["backwards"]]
             for kind, line, before, by in update["events"]:
-                clipped |= {update["index"]} if kind == "clip" else set()
                 if line and kind in EVENTS:
                     is_wrong = not EVENTS[kind].is_only_within or {*lines[:before]} & {*lines[before:]}
                     where[kind, line] += [update["index"]] if is_wrong and by > EVENTS[kind].least else []
         for (kind, line), indices in where.items():
-            if indices and (kind != "late" or not clipped.issuperset(indices)):
+            if indices:
                 text = f"{EVENTS[kind].text} (first in update {indices[0]}; {len(indices)} times)"
                 yield Finding(kind, line, text, EVENTS[kind].by_hand)
 

@@ -290,10 +290,6 @@ def _parts_of(update: Mapping[str, Any], index: int, rank: int, own: set[Any]) -
 
 
 def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:
-    """True if no micro-batch has both lines."""
-    loaders, other_loaders = ({part.batch[0] for part in parts} for parts in (some, others))
-    if 0 not in loaders | other_loaders:
-        batches, other_batches = ({(part.rank, part.batch) for part in parts} for parts in (some, others))
-        return loaders == other_loaders and batches.isdisjoint(other_batches)
+    """True unless an update has both lines equally often, as it has those of tasks."""
     numbers, other_numbers = (Counter((part.index, part.rank) for part in parts) for parts in (some, others))
     return numbers != other_numbers

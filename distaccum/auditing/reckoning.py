@@ -128,32 +128,26 @@ class Reckoning:
         parts = [row[wrong].flatten() for received in self.received for row in received]
         owners = torch.tensor([rank for rank, received in enumerate(self.received) for _ in received])
         basis = parts if self.before is None else [*parts, self.before[0][wrong].flatten()]
-        num_spare = int(self.equations[wrong].sum()) - len(basis)
-        if num_spare <= 0:  # too few equations
+        if int(self.equations[wrong].sum()) <= len(basis):  # too few equations
             return []
         names = self.named(wrong)
         faults = list[Finding]()
         hand = "keep each gradient from its backward to the step"
         whole = torch.stack(parts).sum(0)
         matrix = torch.stack(basis, dim=1)
-        spread = float(torch.linalg.pinv(matrix).norm(dim=1).max()) / num_spare**0.5
         for rank, target in enumerate(self.closed[:, wrong].flatten(1)):
             weights = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
-            rest = float((matrix @ weights - target).norm())
-            off = rest / float(target.norm())
-            largest = float(weights[: len(parts)].abs().max())
-            if off > BOUND:
+            if float((matrix @ weights - target).norm()) > BOUND * float(target.norm()):
                 return []
-            shares = weights[: len(parts)] / largest
-            unsure = spread * rest / largest
+            shares = weights[: len(parts)] / float(weights[: len(parts)].abs().max())
             own = shares[owners == rank]
             shown = ", ".join(f"{share:.3g}" if abs(share) > LOST else "0" for share in own.tolist())
             lost = int((own.abs() < LOST).sum())
-            is_even = float(_rest(target[None, None], whole[None])) < 10 * off
+            is_even = float(_rest(target[None, None], whole[None])) < BOUND
             if len(basis) > len(parts) and abs(weights[-1]) > 10 * BOUND:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
                 faults.append(Finding("stale", self.line, text, "clear gradients after each step"))
-            elif not is_even and float(shares.max() - shares.min()) > max(2 * BOUND, 8 * unsure):
+            elif not is_even and float(shares.max() - shares.min()) > 2 * BOUND:
                 what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
                 text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
                 faults.append(Finding("lost" if lost else "uneven", self.where, text, hand))

@@ -234,12 +234,7 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
     readings = [  # whether it is possible, the weight that it would give, its text and its cure
         (steps > 1 and is_whole, steps, f"nothing divides by the {steps} micro-batches", f"loss / {steps}"),
         (has_steps and ranks != steps, 1 / steps, f"the {steps} micro-batches divide twice", "leave one division out"),
-        (
-            ranks > 1,
-            1 / ranks,
-            f"the {ranks} ranks divide twice, as where the wrapper averages",
-            f"multiply by {ranks}",
-        ),
+        (ranks > 1, 1 / ranks, f"the {ranks} ranks divide twice", f"multiply by {ranks} where the wrapper averages"),
         (ranks > 1, ranks, "the ranks are added up, not averaged", f"divide by {ranks}"),
     ]
     level = criterion.level
