@@ -49,8 +49,8 @@ def judge_schedules(run: Run) -> Iterator[Finding]:
             yield Finding(UNJUDGED, known["line"], f"{text}, and where the whole run would end it")
         elif num > 1:
             hand = "step it once per update: after the optimizer, or by window.step()"
-            line = next(line for update in updates for _, line, _, whose in update["events"] if whose == key)
-            yield Finding("schedule", line, text, hand)
+            lines = (line for update in updates for _, line, _, whose in update["events"] if whose == key)
+            yield Finding("schedule", statistics.mode(lines), text, hand)
         elif is_whole and steps > 1 and known["at"] > 2 and abs(known["at"] * steps - length) < steps:
             text = f"{known['name']} is at step {known['at']} of {length} when the run ends: made for micro-batches"
             yield Finding("schedule", known["line"], text, "make it for the number of updates")
