@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -43,37 +43,26 @@ def split(small: Number, per_sample: Number, large: Number, total: float) -> tup
     return large - trace / total, trace
 
 
+@dataclass
 class Estimate:
-    """The averages up to an update, computed on the device when they are read, or at the next update.
+    """The averages up to an update, on the device: decaying sums of |G|^2, tr(S) and weights."""
 
-    An `Update` keeps it, so it holds no reference to a model.
-    """
+    sums: Tensor
+    # What the update brought, as `split` takes it.
+    norms: tuple[Any, ...] = ()
 
-    def __init__(
-        self, before: Tensor, row: Callable[[], Any] = lambda: None, norm: Any = None, total: float = 0.0
-    ) -> None:
-        """`row` returns the sums of `numbers`; `norm` is that of the window's mean gradient, and `total` its count."""
-        # Of |G|^2, tr(S) and weights, decaying.
-        self._before, self._row, self._norm, self.total = before, row, norm, total
-        # Small, per_sample and large, as in `split`.
-        self.norms: list[Tensor] = []
-
-    @cached_property
-    def sums(self) -> Tensor:
-        # It refers to the update, and is dropped.
-        row = self._row()
-        self._row = lambda: None
-        if row is None:
-            return self._before
-        squares, per_sample, num = row.unbind()
-        norm = math.inf if self._norm is None else self._norm
+    def after(self, row: Tensor, norm: Any, total: float) -> Estimate:
+        """With an update: its sums of `numbers`, the norm of its mean gradient, and its count; reads nothing."""
+        squares, inverses, num = row.unbind()
+        small = squares / num
+        per_sample = inverses / num
+        norm = math.inf if norm is None else norm
         large = norm.to(row).square() if isinstance(norm, Tensor) else row.new_full((), norm**2)
-        small, per_sample, large = self.norms = [squares / num, per_sample / num, large]
-        new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
+        new = torch.stack([*split(small, per_sample, large, total), torch.ones_like(large)])
         # The two gradients may be the same one, and the sums may be on the host, as they were loaded.
-        counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)
-        before = self._before.to(row.device, row.dtype, non_blocking=True)
-        return torch.where(counts, KEPT * before + new, before)
+        counts = new.isfinite().all() & (per_sample - 1 / total > 1e-9 * per_sample)
+        before = self.sums.to(row.device, row.dtype, non_blocking=True)
+        return Estimate(torch.where(counts, KEPT * before + new, before), (small, per_sample, large, total))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Estimate, (self.sums.cpu(),)
@@ -167,7 +156,7 @@ class NoiseScale(Extension):
         if update is None:
             return
         if update.stepped and self.key in window.numbers:
-            self._last = self._after(update.summed, update.norm(), update.counts)
+            self._last = self._after(update.summed(self.key), update.norm(), update.counts)
         else:
             self._last = Estimate(self._last.sums)
         update.notes[self.key] = self._last
@@ -182,16 +171,16 @@ class NoiseScale(Extension):
         if window is not None and window.moved is not None:
             record, gradient = window.moved
             record.wait()
-            last = self._after(record.sums.get, gradient.known, window.counts)
+            last = self._after(record.sums[self.key], gradient.known, window.counts)
         sums: list[float] = last.sums.tolist()
         return sums
 
-    def _after(self, summed: Callable[[str], Any], norm: Any, counts: Mapping[str, float]) -> Estimate:
+    def _after(self, row: Any, norm: Any, counts: Mapping[str, float]) -> Estimate:
         (total, *_) = counts.values()
         norm = norm if self._norm is None else self._norm
         if self._reduction == "sum" and norm is not None:
             norm = norm / total
-        return Estimate(self._last.sums, partial(summed, self.key), norm, total)
+        return self._last.after(row, norm, total)
 
     def load(self, state: Any) -> None:
         sums = [0.0, 0.0, 0.0] if state is None else list(map(float, state))

@@ -19,9 +19,8 @@ class Norms(NamedTuple):
 def norms_of(update: Update) -> Norms | None:
     """Compared with autograd's norms; users see only a smoothed ratio of both."""
     estimate: Estimate = update.notes["noise"]
-    estimate.read()
-    norms = [float(one) for one in estimate.norms]
-    return Norms(*norms, estimate.total) if norms and not math.isnan(norms[0]) else None
+    norms = list(map(float, estimate.norms))
+    return Norms(*norms) if norms and not math.isnan(norms[0]) else None
 
 
 def storages_kept(accumulator: Accumulator) -> set[int]:
