@@ -69,17 +69,14 @@ class FullyShardEngine(Engine):
         groups = [mesh.get_group(i) for i in range(mesh.ndim)]
         if mesh.ndim > 1 and len(ranks) == dist.get_world_size():
             groups = [dist.group.WORLD]
-        shards = [parameter.sharded_param for parameter in self._every]
-        super().__init__(models, sync, peers_of(shards, Peers(groups, ranks)))
+        super().__init__(models, sync, peers_of([p.sharded_param for p in self._every], Peers(groups, ranks)))
         # In a window every reduction sums, whatever set_gradient_divide_factor says.
         self.divisor = 1
         self.read_grad = self._read_grad
         # The policy of the current window, which keeps gradients whole if it must not fail within a backward.
         self._policy = sync
-        # Each group's reshard_after_backward, and what restores all flags after the window.
-        self._reshards: list[bool] = []
+        # Restores all flags after the window.
         self._undo = ExitStack()
-        self._by_hand: list[nn.Parameter] = []
         parts = cut_over_data(self, self._outside(self.parameters()))
         parts += [p.sharded_param for few in over if few != ranks for group in over[few] for p in group.fsdp_params]
         self._has_parts = bool(parts)
@@ -91,11 +88,6 @@ class FullyShardEngine(Engine):
                 "forwards wait for all ranks, and each rank would run only as many as it has micro-batches; use 'last' "
                 "or 'every'"
             )
-        self._stands_in = False
-        # Those of _every without a gradient in this window, on this rank.
-        self._unused: list[Any] = []
-        # Those that FSDP2 leaves out of a reduction on a rank that did not use them, and in which reductions: a hash.
-        self._used_in: dict[Any, int] = {}
         # _every, by the id of the tensor that modules show instead.
         self._shown: dict[int, Any] = {}
         trained = [(group, p) for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -139,6 +131,7 @@ class FullyShardEngine(Engine):
         self._by_hand = averaged(self, self._outside(parameters))
         # A loss may have brought more experts.
         cut_over_data(self, self._by_hand)
+        # Without a gradient in this window, on this rank.
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         lacks = plan.lacks_terms_in_last if self._policy in ("last", "gathered") else plan.lacks_terms
         self._reduces = not (lacks or plan.reduce_afterwards)
@@ -159,8 +152,11 @@ class FullyShardEngine(Engine):
         for module in self._modules if self._policy == "gathered" and is_uneven else ():
             self._undo.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
         partial = [group for group in self._groups if not group.reduce_scatter_unused_params]
+        # Those that FSDP2 leaves out of a reduction on a rank that did not use them, and in which reductions: a hash.
         self._used_in = {p: 0 for group in partial for p in group.fsdp_params if p.sharded_param.requires_grad}
         self._stands_in = False
+        # A backward has left a gradient that replicas have yet to add.
+        self._is_partial = False
         if plan.agrees.most and self._policy == "gathered":
             for module in self._modules:
                 module.unshard()
@@ -169,6 +165,10 @@ class FullyShardEngine(Engine):
         return self._reduces and (reduce or self._policy == "replicas")
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        if self._is_partial and not any(map(private.holds_gradients, self._groups)):
+            raise DistaccumError(
+                "gradients were discarded in mid-window, as by another Accumulator's window; step one before the next"
+            )
         scatter = self.will_reduce(reduce)
         reduce = reduce and self._reduces
         for group, reshards in zip(self._groups, self._reshards, strict=True):
@@ -184,6 +184,7 @@ class FullyShardEngine(Engine):
                     hooks.callback(leaf.register_post_accumulate_grad_hook(lambda leaf: seen.add(id(leaf))).remove)
             self.run_backward(tuple(losses), tuple(seeds))
         if scatter:
+            self._is_partial = any(map(private.holds_gradients, self._groups))
             absent = {p for p in absent if id(private.gathered_of(p)) not in seen}
             self._note_uses(absent)
             if not self._stands_in:

@@ -246,6 +246,11 @@ def test_reduced_gradient_that_is_changed_and_one_cleared_after_the_loop_are_ref
     window = run_window(accumulator.window(own([[2, 1, 3], [2, 1]])), model)
     optimizer.zero_grad()
     assert "gradients were cleared between the window's loop and its step()" in refused(window.step)
+    model, _ = fully_sharded(shape=(2, 1))(make_net_without_router(), 0.0)
+    window, other = [Accumulator(model, sync="replicas").window(own(EVEN)) for _ in range(2)]
+    with warned():
+        said = refused(lambda: [(window.backward(loss_of(model, one)), other.begin()) for one in window])
+    assert "discarded in mid-window, as by another Accumulator's window; step one before" in said
 
 
 @pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])
