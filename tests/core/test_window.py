@@ -363,10 +363,8 @@ def test_optimizer_whose_loss_counts_nothing_in_a_window_may_be_without_a_gradie
     optimizers = [SGD(head.parameters(), lr=0.1) for head in heads]
     count = {"a": lambda batch: len(batch), "b": lambda batch: 0}
     accumulator = Accumulator(heads, optimizers, count=count)
-    window = accumulator.window([torch.ones(2, 3)])
-    for x in window:
-        window.backward(a=heads[0](x).mean(), b=heads[1](x).mean())
-    assert window.step().stepped
+    losses = lambda heads, x: {"a": heads[0](x).mean(), "b": heads[1](x).mean()}  # noqa: E731
+    assert run_window(accumulator.window([torch.ones(2, 3)]), heads, losses).step().stepped
     accumulator = Accumulator(heads, optimizers)
     with pytest.raises(DistaccumError, match="no parameter of the SGD got a gradient"):
         run_window(accumulator.window([torch.ones(2, 3)]), heads[0])
@@ -388,10 +386,7 @@ def test_parameter_outside_of_modules_is_trained_in_a_list_of_its_own():
     accumulator = Accumulator([model, nn.ParameterList([patch])], SGD([patch], lr=1.0), steps=2)
     batches = [torch.randn(n, 3).double() for n in (2, 3)]
     exact = torch.autograd.grad(model(torch.cat(batches) + patch).square().mean(), [patch])[0]
-    window = accumulator.window(batches)
-    for x in window:
-        window.backward(model(x + patch).square().mean())
-    window.step()
+    run_window(accumulator.window(batches), lambda x: model(x + patch)).step()
     assert error(-patch.detach(), exact) <= 1e-12
 
 
@@ -408,10 +403,8 @@ def test_scalars_of_an_update_go_into_a_logger_as_they_are(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     model, _, accumulator = make(max_norm=math.inf, count={"a": lambda _: 1, "b": lambda _: 2})
-    window = accumulator.window(BATCHES[:2])
-    for batch in window:
-        window.backward(a=loss_of(model, batch), b=loss_of(model, batch))
-    update = window.step()
+    both = lambda *given: {"a": loss_of(*given), "b": loss_of(*given)}  # noqa: E731
+    update = run_window(accumulator.window(BATCHES[:2]), model, both).step()
     numbers = update.scalars()
     with SummaryWriter(tmp_path) as writer:
         for name, value in numbers.items():

@@ -148,9 +148,7 @@ def test_stand_in_with_a_loss_in_which_nothing_counts_now_adds_nothing(sync):
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), sync=sync, count=count, steps=1)
     for mark, layout in ((1, EVEN), (0, [[2, 1], []])):
         window = accumulator.window([{**batch, "mark": mark} for batch in own(layout)])
-        for batch in window:
-            loss = loss_of(model, batch)
-            window.backward(samples=loss, marked=0.5 * loss)
+        run_window(window, model, lambda *given: {"samples": (loss := loss_of(*given)), "marked": 0.5 * loss})
         if not mark:
             assert error(gradient(model), gradient_of(make_net_without_router(), everything(layout))) <= 1e-10
         window.step()

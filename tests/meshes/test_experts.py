@@ -3,6 +3,7 @@
 Ranks send tokens to the experts of all ranks, whose gradients hold all samples before anything is reduced.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -116,11 +117,7 @@ def errors_with_experts(how: str, sync: str, router: bool) -> list[float]:
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=counts, max_norm=1e9)
     for index, layout in enumerate(WINDOWS):
         window, everyone = accumulator.window(own(layout, index)), everything(layout, index)
-
-        def run(batch: Any, window: Any = window) -> None:
-            window.backward(**losses(net, batch, router))
-
-        found += step_off(net, window, make_mixture(), everyone, lambda *both: sum(losses(*both, router).values()), run)
+        found += step_off(net, window, make_mixture(), everyone, partial(losses, router=router))
     return found
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.problems import Batch, Choosing, join, make_net_without_router, micro_batches_of
-from tests.support.windows import error, gradient, gradient_of, loss_of, run_window, set_weights, weights
+from tests.support.windows import backward, error, gradient, gradient_of, loss_of, run_window, set_weights, weights
 
 Layout = Sequence[Sequence[int]]  # the sizes of a window's micro-batches by rank
 
@@ -78,7 +78,7 @@ def step_off(
     window: Any,
     plain: nn.Module,
     whole: Any,
-    loss_fn: Callable[..., Tensor] = loss_of,
+    loss_fn: Callable[..., Any] = loss_of,
     run: Callable[[Any], object] | None = None,
     clip: float = math.inf,
     read: Callable[[nn.Module], Tensor] = weights,
@@ -87,17 +87,18 @@ def step_off(
 ) -> Off:
     """How far the window is off, with SGD of the rate `lr`.
 
-    `plain` has the loss `loss_fn(plain, whole)` on the big batch; `run` runs a micro-batch with another. `read` reads
-    all weights. `between` is called between the loop and step().
+    `plain` has the loss `loss_fn(plain, whole)`, or the sum of named ones, on the big batch; `run` runs a micro-batch
+    with another. `read` reads all weights. `between` is called between the loop and step().
     """
     before = read(model).double()
     for batch in window:
-        run(batch) if run is not None else window.backward(loss_fn(model, batch))
+        run(batch) if run is not None else backward(window, loss_fn(model, batch))
     between()
     update = window.step()
     set_weights(plain, before)
     plain.zero_grad()
-    loss = loss_fn(plain, whole)
+    losses = loss_fn(plain, whole)
+    loss = sum(losses.values()) if isinstance(losses, dict) else losses
     loss.backward()
     norm = float(gradient(plain).norm())
     exact = gradient(plain) * min(1.0, clip / (norm + 1e-6))

@@ -61,9 +61,14 @@ def gradient_of(model: nn.Module, whole: Any, loss_fn: Callable[..., Tensor] = l
     return gradient(model)
 
 
-def run_window(window: Any, model: nn.Module, loss_fn: Callable[..., Tensor] = loss_of) -> Any:
+def backward(window: Any, losses: Any) -> None:
+    """Of a loss, or of a dict of named ones."""
+    window.backward(**losses) if isinstance(losses, dict) else window.backward(losses)
+
+
+def run_window(window: Any, model: nn.Module, loss_fn: Callable[..., Any] = loss_of) -> Any:
     for micro_batch in window:
-        window.backward(loss_fn(model, micro_batch))
+        backward(window, loss_fn(model, micro_batch))
     return window
 
 
