@@ -112,11 +112,8 @@ def test_dataclass_that_derives_fields_is_counted_and_its_cut_refused(kind):
 
 def test_tensors_that_cannot_be_cut_are_refused():
     rows = [torch.ones(n, 3) for n in (2, 4, 1, 3, 5)]
-    kinds = {
-        "nested tensor": torch.nested.nested_tensor(rows, layout=torch.jagged),
-        "sparse tensor": torch.eye(5).to_sparse(),
-    }
-    for kind, value in kinds.items():
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for kind, value in (("nested tensor", nested), ("sparse tensor", torch.eye(5).to_sparse())):
         with pytest.raises(TypeError, match=f"the batch holds a {kind}.*: it cannot be cut; give a list of samples"):
             split({"x": torch.ones(5, 2), "more": {"rows": value}}, steps=2)
     rows = torch.ones(9)

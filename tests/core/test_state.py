@@ -21,7 +21,7 @@ from distaccum import Accumulator, DistaccumError
 from distaccum.extensions import NoiseScale
 from tests.core.test_places import Shuffled
 from tests.support.engines import KINDS
-from tests.support.problems import make_batch, make_net_without_router, trunk
+from tests.support.problems import make_net_without_router, micro_batches_of, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import freed_by_counts, one_weight, run_window, warned
 
@@ -52,11 +52,8 @@ def make(name: str = "plain", sync: str = "last", rate: float = 0.3, **options: 
 
 
 def micro_batches(first_update: int, rank: int) -> list[Any]:
-    return [
-        make_batch(size, seed=100 * update + 10 * rank + i)
-        for update in range(first_update, 3)
-        for i, size in enumerate([2, 3, 1, 2])
-    ]
+    layout = [[2, 3, 1, 2]] * 2
+    return [batch for update in range(first_update, 3) for batch in micro_batches_of(layout, update, rank)]
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -66,18 +66,12 @@ def make_text() -> Text:
 def parallelized(net: Text, tensor: Any, plan: str) -> Text:
     for block in net.blocks:
         if plan == "sequence":  # norms see a part of each row's tokens
-            cut = {
-                "norm": SequenceParallel(),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
-            }
-            parallelize_module(block, tensor, cut)
-            into = PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
-            )
-            out = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
-            for prepare in (into, out):
-                parallelize_module(block, tensor, prepare)
+            up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+            whole, part = (Replicate(),), (Shard(1),)
+            into = PrepareModuleInput(input_layouts=whole, desired_input_layouts=part, use_local_output=True)
+            out = PrepareModuleOutput(output_layouts=part, desired_output_layouts=whole)
+            for cut in ({"norm": SequenceParallel(), "up": up, "down": down}, into, out):
+                parallelize_module(block, tensor, cut)
         else:
             parallelize_module(block, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if plan in LOSSES:  # of outputs that stay a DTensor
