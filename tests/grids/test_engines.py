@@ -5,6 +5,7 @@ and policy is tested, and of policy and loss and of policy and fault as far as a
 """
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,8 +179,8 @@ LEFT_OUT += [("FSDP2, root only", "last", "names"), ("FSDP2", "gathered", "names
 LEFT_OUT += [(name, "last", "refused") for name in ("FSDP2", "ZeRO 3")]
 
 
-def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return token_loss(model, batch) + sample_loss(model, batch)
+def named_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    return {term: loss_fn(model, batch) for term, (loss_fn, _) in NAMED.items()}
 
 
 @pytest.mark.parametrize(("name", "sync", "by"), LEFT_OUT)
@@ -190,29 +191,24 @@ def test_loss_in_which_nothing_counts_is_left_out_or_refused(name, sync, by):
     model, optimizer, read = wrapped(name, make_net_without_router().to(kind.dtype))
     accumulator = Accumulator(model, optimizer, sync=sync, count={term: count for term, (_, count) in NAMED.items()})
 
-    def run(batch: Batch) -> None:
-        if by == "names":
-            window.backward(**{term: loss_fn(model, batch) for term, (loss_fn, _) in NAMED.items()})
-        else:
-            for term in window.parts(["samples", "tokens"]):
-                window.backward(**{term: NAMED[term][0](model, batch)})
+    def in_parts(batch: Batch) -> None:
+        for term in window.parts(["samples", "tokens"]):
+            window.backward(**{term: NAMED[term][0](model, batch)})
 
+    batch_of = partial(make_batch, 2, dtype=kind.dtype)
     for place, empty in ((2, [1]), (1, [0]), (2, [0, 1]), (0, [0, 1])):
-        kept = {(r, place): 0.0 for r in empty}
-        drawn = {
-            (r, i): make_batch(2, seed=10 * r + i, kept=kept.get((r, i), 0.6), dtype=kind.dtype)
-            for r in range(2)
-            for i in range(3)
-        }
-        mine = [batch for (r, _), batch in drawn.items() if r == dist.get_rank()]
+        kept = [[0.0 if r in empty and i == place else 0.6 for i in range(3)] for r in range(2)]
+        drawn = [[batch_of(seed=10 * r + i, kept=kept[r][i]) for i in range(3)] for r in range(2)]
+        mine = drawn[dist.get_rank()]
         if by == "refused":
             said = refused(accumulator.window, mine)
             assert "count of 0 for one of ['tokens', 'samples']" in said
             assert "sync='gathered'" in said or name == "ZeRO 3"
             continue
-        window, whole = accumulator.window(mine), join([*drawn.values()])
+        window, whole = accumulator.window(mine), join(drawn[0] + drawn[1])
         whole["x"] = whole["x"].double()
-        assert max(step_off(model, window, make_net_without_router(), whole, summed, run, read=read)) <= kind.bound
+        looks = {"run": None if by == "names" else in_parts, "read": read}
+        assert max(step_off(model, window, make_net_without_router(), whole, named_losses, **looks)) <= kind.bound
 
 
 ABSENT = [(name, "last") for name in FORMS] + [("FSDP2, root only", sync) for sync in ("last", "every", "gathered")]

@@ -52,13 +52,10 @@ def exact_at(at: torch.Tensor, plain: nn.Module, whole: Any, loss_fn: Any = loss
     return gradient_of(plain, whole, loss_fn)
 
 
-def off(
-    engine: Any, accumulator: Accumulator, layout: Any, index: int = 0, loss_fn: Any = loss_of, run: Any = None
-) -> float:
+def off(engine: Any, accumulator: Accumulator, layout: Any, index: int = 0, loss_fn: Any = loss_of) -> float:
     """The error of a window's step, compared with the one big batch."""
     window, whole = accumulator.window(own(layout, index, F32)), everything(layout, index, F32)
-    run = run and partial(run, window)
-    return max(step_off(engine, window, make_net_without_router(), whole, loss_fn, run, read=zero_weights))
+    return max(step_off(engine, window, make_net_without_router(), whole, loss_fn, read=zero_weights))
 
 
 @on_ranks(2)
@@ -70,10 +67,7 @@ def test_named_losses_go_backward_together():
         outputs = net(batch["x"])
         return {"squares": outputs.square().mean(), "means": outputs.mean()}
 
-    def run(window: Any, batch: Any) -> None:
-        window.backward(**losses(engine, batch))
-
-    assert off(engine, accumulator, UNEVEN, 0, lambda *both: sum(losses(*both).values()), run) <= 1e-5
+    assert off(engine, accumulator, UNEVEN, 0, losses) <= 1e-5
 
 
 def overlapped(stage: int, bucket: int) -> dict[str, Any]:
