@@ -34,20 +34,6 @@ class LightningModule(nn.Linear):
     """Recognised by the name of its class, as Lightning's own."""
 
 
-CURES = [
-    "replicate.DDP, which has no engine here; use torch's DistributedDataParallel(module)",
-    "give the Accumulator trainer.strategy.model",
-    "a tensor-parallel module alone in a job of 2 ranks",
-    "TypeError: model is a pipeline's PipelineStage, expected its schedule",
-    "ValueError: the ScheduleGPipe divides gradients",
-    "ValueError: the ScheduleGPipe has no loss_fn",
-    "ValueError: model holds a ScheduleGPipe and 1 more",
-    "a plain module in a job of 2 ranks",
-    "DistributedDataParallel and FSDP2 (fully_shard), expected one kind",
-    "sync='replicas', expected one of 'last', 'every', 'gathered' for FSDP2",
-]
-
-
 @on_ranks(2)
 def test_hybrid_strategy_of_one_shard_is_refused():
     """Torch warns that it switches to NO_SHARD, over the one rank of the shard, and reduces nothing."""
@@ -73,14 +59,24 @@ def test_wrappers_that_cannot_accumulate_are_refused_with_their_own_cure():
     divides, without_loss = ScheduleGPipe(stage, 2), ScheduleGPipe(stage, 2, scale_grads=False)
     sharded, one = fully_sharded()(make_net_without_router(), 0.1)
     ddp = DistributedDataParallel(make_net_without_router())
-    said = [
-        *(refused(Accumulator, net, SGD(net.parameters(), lr=0.1)) for net in (composed, lightning, parallel)),
-        *(refused(Accumulator, net) for net in (stage, divides, without_loss, [without_loss, nn.Linear(2, 2)])),
-        refused(Accumulator, nn.Linear(2, 2)),
-        refused(Accumulator, [sharded, ddp], [one, SGD(ddp.parameters(), lr=0.1)]),
-        refused(Accumulator, sharded, one, sync="replicas"),
-    ]
-    assert [one for one in zip(said, CURES, strict=True) if one[1] not in one[0]] == []
+    sgd = SGD(ddp.parameters(), lr=0.1)
+    for cure, net in (
+        ("replicate.DDP, which has no engine here; use torch's DistributedDataParallel(module)", composed),
+        ("give the Accumulator trainer.strategy.model", lightning),
+        ("a tensor-parallel module alone in a job of 2 ranks", parallel),
+    ):
+        assert cure in refused(Accumulator, net, SGD(net.parameters(), lr=0.1))
+    for cure, *given in (
+        ("TypeError: model is a pipeline's PipelineStage, expected its schedule", stage),
+        ("ValueError: the ScheduleGPipe divides gradients", divides),
+        ("ValueError: the ScheduleGPipe has no loss_fn", without_loss),
+        ("ValueError: model holds a ScheduleGPipe and 1 more", [without_loss, nn.Linear(2, 2)]),
+        ("a plain module in a job of 2 ranks", nn.Linear(2, 2)),
+        ("DistributedDataParallel and FSDP2 (fully_shard), expected one kind", [sharded, ddp], [one, sgd]),
+    ):
+        assert cure in refused(Accumulator, *given)
+    said = refused(Accumulator, sharded, one, sync="replicas")
+    assert "sync='replicas', expected one of 'last', 'every', 'gathered' for FSDP2" in said
 
 
 class Summing(nn.Module):

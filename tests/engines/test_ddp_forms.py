@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,19 +22,13 @@ from tests.support.windows import accumulating, error, gradient, gradient_of, lo
 LAYOUT = [[2, 3], [1, 4, 2]]
 
 
-def make(ddp: Any = None, **options: Any) -> Any:
-    ddp = ddp if ddp is not None else DistributedDataParallel(trunk(), **options)
-    return ddp, Accumulator(ddp, SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.0), batchnorm="ignore")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["inside", "around"])
 @on_ranks(2)
 def test_compiled_models_are_exact_and_reduce_once(how):
-    if how == "inside":
-        model, accumulator = make(DistributedDataParallel(torch.compile(trunk(), backend="aot_eager")))
-    else:
-        model, accumulator = make(torch.compile(DistributedDataParallel(trunk()), backend="aot_eager"))
+    wraps = [DistributedDataParallel, partial(torch.compile, backend="aot_eager")]
+    inner, outer = wraps[::-1] if how == "inside" else wraps
+    model, accumulator = accumulating(outer(inner(trunk())))
     wrongs = gradients_off(model, accumulator, [LAYOUT] * 3, trunk)
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
     before = group._get_sequence_number_for_group()  # an active dispatch mode would disable the compiler
@@ -45,7 +40,7 @@ def test_compiled_models_are_exact_and_reduce_once(how):
 
 @on_ranks(2)
 def test_parts_of_a_model_are_exact_and_reduce_once():
-    ddp, accumulator = make()
+    ddp, accumulator = accumulating(DistributedDataParallel(trunk()))
     for index in range(3):
         window = accumulator.window(own(LAYOUT, index))
         with Counting() as count:
@@ -79,11 +74,11 @@ def test_impossible_models_and_windows_are_refused_on_all_ranks():
     ddp = DistributedDataParallel(trunk())
     ddp.module.append(nn.SyncBatchNorm(4))  # DDP wraps it only on GPUs; planning needs no forward
     ddp.module[-1].requires_grad_(False)
-    said = refused(make(ddp)[1].window, own([[1], [1, 1]]))
+    said = refused(accumulating(ddp, batchnorm="ignore")[1].window, own([[1], [1, 1]]))
     assert "ranks have 1 to 2 micro-batches, and SyncBatchNorm communicates in each forward" in said
     own_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     groups = [DistributedDataParallel(nn.Linear(2, 2), process_group=group) for group in (None, own_group)]
-    assert "expected one data-parallel group" in refused(make, nn.Sequential(*groups))
+    assert "expected one data-parallel group" in refused(accumulating, nn.Sequential(*groups))
 
 
 def inputs(number: int, rank: int, seed: int = 0) -> list[Tensor]:

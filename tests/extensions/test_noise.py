@@ -22,7 +22,6 @@ from tests.support.inside import Norms, norms_of
 from tests.support.oracle import own
 from tests.support.problems import (
     CASES,
-    Batch,
     big_batch,
     make_batch,
     make_net,
@@ -35,18 +34,6 @@ from tests.support.windows import accumulating, refused, run_window
 
 UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
 EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
-
-
-def of_windows(accumulator: Accumulator, run: Any, layouts: Any, dtype: torch.dtype = torch.float64) -> list[Norms]:
-    """The norms measured in each window on this rank."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    updates = []
-    for index, layout in enumerate(layouts):
-        window = accumulator.window(micro_batches_of(layout, index, rank, dtype))
-        for batch in window:
-            run(window, batch)
-        updates.append(window.step())
-    return [norms_of(update) for update in updates]
 
 
 def exact_norms(case: str, layout: Any, index: int, dtype: torch.dtype = torch.float64) -> Norms:
@@ -80,13 +67,14 @@ def off(name: str, case: str, layouts: Any, parts: Sequence[float] = (1.0,), **o
         model, optimizer, _ = wrapped(name, net.to(dtype), 0.0)
         accumulator = Accumulator(model, optimizer, **options)
 
-    def run(window: Any, batch: Batch) -> None:
-        for part in window.parts(parts) if len(parts) > 1 else parts:
-            window.backward(loss_fn(model, batch, how) * part)
-
-    seen = of_windows(accumulator, run, layouts, dtype)
-    exact = [exact_norms(case, layout, index, dtype) for index, layout in enumerate(layouts)]
-    return max(difference(one, other) for one, other in zip(seen, exact, strict=True))
+    wrongs, rank = [], dist.get_rank() if dist.is_initialized() else 0
+    for index, layout in enumerate(layouts):
+        window = accumulator.window(micro_batches_of(layout, index, rank, dtype))
+        for batch in window:
+            for part in window.parts(parts) if len(parts) > 1 else parts:
+                window.backward(loss_fn(model, batch, how) * part)
+        wrongs.append(difference(norms_of(window.step()), exact_norms(case, layout, index, dtype)))
+    return max(wrongs)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -263,9 +251,7 @@ def test_state_in_a_hook_after_the_weights_moved_has_the_updates_noise(options):
 
 def test_losses_that_share_a_denominator_add_up():
     model, accumulator = made(count={"a": count_samples, "b": count_samples})
-    window = accumulator.window(micro_batches_of([[2, 1]], 0, 0))
-    for batch in window:
-        window.backward(a=sample_loss(model, batch) / 4, b=sample_loss(model, batch) * 3 / 4)
-    update = window.step()
+    losses = lambda *given: {"a": sample_loss(*given) / 4, "b": sample_loss(*given) * 3 / 4}  # noqa: E731
+    update = run_window(accumulator.window(micro_batches_of([[2, 1]], 0, 0)), model, losses).step()
     assert update.noise_scale is not None
     assert difference(norms_of(update), exact_norms("samples mean", [[2, 1]], 0)) <= 1e-12

@@ -324,7 +324,6 @@ WITH_DROPOUT = ("--model", "squeezenet1_1", "--image-size", 32)
 ADAMW = ("--optimizer", "adamw", "--lr", 0.001)
 KEPT = {
     "adamw on ddp": (2, (*WITH_DROPOUT, *ADAMW)),
-    "fsdp2": (2, (*WITH_DROPOUT, "--engine", "fsdp2")),
     "fp16": (1, (*CNN, "--precision", "fp16")),
     "accelerate": (2, (*CNN, "--engine", "accelerate")),
     "zero 3": (2, (*CNN, "--engine", "deepspeed", "--stage", 3, *ADAMW)),

@@ -67,12 +67,9 @@ MESHES = {
     "sequence, 2": 2,
     "context": 4,
     "experts": 4,
-    **(
-        {"stages none": 2, "stages ddp": 4, "stages fsdp2": 4, "stages fsdp2 several": 4}
-        if has("torch", "2.15")
-        else {}
-    ),
 }
+if has("torch", "2.15"):
+    MESHES |= {"stages none": 2, "stages ddp": 4, "stages fsdp2": 4, "stages fsdp2 several": 4}
 
 
 @pytest.mark.parametrize(

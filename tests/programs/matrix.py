@@ -65,13 +65,9 @@ def page(outcomes: list[Outcome]) -> str:
     why = [Counter(reason for _, reason in one.cases.values() if reason) for one in outcomes]
     reasons = [[reason, *(str(one[reason]) for one in why)] for reason in sorted(set().union(*why))]
     engines = [[name, *(one.of_engine(pattern) for one in outcomes)] for name, pattern in ENGINES.items()]
-    return "\n\n".join(
-        [
-            table([*LIBRARIES, "date", "passed", "skipped", "failed", "minutes"], *runs),
-            table(["passed, with torch", *torches], *engines),
-            table(["skipped, with torch", *torches], *reasons),
-        ]
-    )
+    tables = [table([*LIBRARIES, "date", "passed", "skipped", "failed", "minutes"], *runs)]
+    tables += [table(["passed, with torch", *torches], *engines), table(["skipped, with torch", *torches], *reasons)]
+    return "\n\n".join(tables)
 
 
 if __name__ == "__main__":

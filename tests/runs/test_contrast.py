@@ -45,10 +45,8 @@ class Towers(nn.Module):
 
 def pairs(size: int, seed: int, dtype: torch.dtype = torch.float64) -> Pair:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "image": torch.randn(size, 6, generator=generator, dtype=torch.float64).to(dtype),
-        "text": torch.randn(size, 5, generator=generator, dtype=torch.float64).to(dtype),
-    }
+    image, text = (torch.randn(size, num, generator=generator, dtype=torch.float64).to(dtype) for num in (6, 5))
+    return {"image": image, "text": text}
 
 
 def clip(model: Towers, images: Tensor, texts: Tensor) -> Tensor:
@@ -273,9 +271,8 @@ def test_parameter_hidden_by_fsdp1_is_refused_in_the_loss():
     model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2)
     with pytest.raises(DistaccumError, match="what FSDP or ZeRO shards in encode"):
-        accumulator.contrast(
-            pairs(4, seed=0), model, lambda a, b: (a @ b.T).mean() * sum(map(torch.sum, net.parameters()))
-        )
+        loss_fn = lambda a, b: (a @ b.T).mean() * sum(map(torch.sum, net.parameters()))  # noqa: E731
+        accumulator.contrast(pairs(4, seed=0), model, loss_fn)
 
 
 @on_ranks(2)

@@ -219,10 +219,8 @@ class Run:
             window.backward(loss_fn(self.model, {name: micro_batch.pop(name) for name in [*micro_batch]}, how))
             also()
 
-        plain, whole = (
-            freeze(make_net(), self.frozen).double(),
-            everything(layout[: self.world], index, self.kind.dtype),
-        )
+        plain = freeze(make_net(), self.frozen).double()
+        whole = everything(layout[: self.world], index, self.kind.dtype)
         of_all = partial(loss_fn, how="mean" if reduction == "sum_to_mean" else how)
         return step_off(self.model, window, plain, whole, of_all, run, clip, self.kind.weights, self.lr, also)
 
