@@ -126,7 +126,7 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
     even = [{*_rules_of(criterion, parts)} for parts in criterion.updates.values()]
     # What makes the units of an update equal, makes updates equal too
     rules = [rule for rule in criterion.rules if all(rule in of_update for of_update in even)] or criterion.rules
-    spread = (1.0, 1.0)
+    weighs = "whose weights are not known"
     for totals in (criterion.totals_by(*rule) for rule in rules):
         level = statistics.median(criterion.usual_of(totals) or [0.0])
         if totals.keys() != criterion.totals.keys() or not level:
@@ -138,14 +138,14 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
         if all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in odd.items()):
             yield _window(criterion, odd)
             return
-        spread = ends(weights.values())
+        low, high = ends(weights.values())
+        weighs = f"which weigh {low:.3g} to {high:.3g} of the usual"
     if criterion.is_sum and not criterion.is_own and all(abs(by - 1) <= SLIGHT for by in criterion.totals.values()):
         low, high = ends(criterion.totals.values())
         text = f"updates add up to {low:.3g} to {high:.3g} of one mean, as where targets count that nothing predicts"
         yield Finding(NOTE, criterion.where, text)
     else:
-        text = f"updates, which weigh {spread[0]:.3g} to {spread[1]:.3g} of the usual in {criterion.where}"
-        yield Finding(UNJUDGED, "", text)
+        yield Finding(UNJUDGED, "", f"updates, {weighs} in {criterion.where}")
 
 
 def _is_skipping(criterion: Criterion, index: int) -> bool:
