@@ -7,7 +7,7 @@ one known factor, its share, and nothing is corrected later.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from .text import ranks_where, shown
@@ -96,45 +96,39 @@ def as_int_if_whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-class Span(NamedTuple):
-    """The least and the largest of numbers."""
-
-    least: int
-    most: int
-
-
 class Plan(NamedTuple):
     """The knowledge of a rank, or of any number of them together, of a window before its first backward.
 
     Each rank makes one of its own part. They travel as rows of floats (exact up to 2**53) and merge to one, in any
-    order: the first `NUM_LARGEST` columns to their largest value, the others to their sum.
+    order: each column to its largest value, or as `MERGES` says.
 
     Attributes:
-        update, steps (Span): The update's index, and the micro-batches per rank that were requested; 0: any number.
-        agrees (Span): `update()` runs the window: ranks agree before they reduce.
-        num_counted (Span): Micro-batches with a count above 0: the fewest and the most of a rank.
-        stranded (Span): The ranks with neither a micro-batch nor one to stand in with: the first and the last.
+        update, steps (int): The update's index, and the micro-batches per rank that were requested; 0: any number.
+        agrees (bool): `update()` runs the window: ranks agree before they reduce.
+        fewest, most (int): Micro-batches with a count above 0, of the ranks that have the fewest and the most.
+        stranded (int): The first rank with neither a micro-batch nor one to stand in with; `NOBODY`: there is none.
         has_more (bool): Any rank's loader has not ended.
         lacks_terms, lacks_terms_in_last (bool): A micro-batch, or a rank's last one, has a named count of 0.
         failed (bool): A rank could not draw or count, and will raise.
         reduce_afterwards (bool): No backward may reduce: it is not known yet whether all ranks succeed.
         changed (bool): Parameters are others than those that ranks compared.
         num_drawn (int): The most micro-batches that a rank drew or cut; 0: the epoch is over.
-        measured (tuple): Two numbers that mean something to the room that runs the window: the largest of any rank.
         num_micro_batches (int): Micro-batches that count, of all ranks.
         apart (int): 0 if ranks with the same samples report the same (`meshes/ranks.py`).
         unlike (int): 0 if ranks with parts of the same samples count the same; of one rank alone, the fingerprint of
             its first micro-batch.
+        measured (tuple): Two numbers that mean something to the room that runs the window: the largest of any rank.
         totals (tuple): Denominators by name.
         names (tuple): The losses' names; these and the next one do not travel.
         num_here (int): This rank's micro-batches that count.
     """
 
-    update: Span
-    steps: Span
-    agrees: Span
-    num_counted: Span
-    stranded: Span
+    update: int
+    steps: int
+    agrees: bool
+    fewest: int
+    most: int
+    stranded: int
     has_more: bool
     lacks_terms: bool
     lacks_terms_in_last: bool
@@ -142,35 +136,33 @@ class Plan(NamedTuple):
     reduce_afterwards: bool
     changed: bool
     num_drawn: int
-    measured: tuple[int, int]
     num_micro_batches: int
     apart: int = 0
     unlike: int = 0
+    measured: tuple[int, int] = (0, 0)
     totals: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
     num_here: int = 0
 
     def to_row(self) -> list[float]:
-        spans: Any = self[:NUM_SPANS]
-        edges = [edge for least, most in spans for edge in (-least, most)]
-        return [*edges, *self[NUM_SPANS:MEASURED], *self.measured, *self[MEASURED + 1 : TOTALS], *self.totals]
+        return [*self[:MEASURED], *self.measured, *self.totals]
 
-    def merged(self, row: Sequence[float]) -> Plan:
-        """The plan of all ranks, whose rows were merged to `row`."""
-        numbers: list[Any] = list(map(int, row[:NUM_COLUMNS]))
-        spans = [Span(-numbers[i], numbers[i + 1]) for i in range(0, 2 * NUM_SPANS, 2)]
-        numbers[NUM_LARGEST - 2 : NUM_LARGEST] = [tuple(numbers[NUM_LARGEST - 2 : NUM_LARGEST])]
-        return Plan._make([*spans, *numbers[2 * NUM_SPANS :], tuple(row[NUM_COLUMNS:]), *self[TOTALS + 1 :]])
+    def merged(self, rows: Iterable[Sequence[float]]) -> Plan:
+        """The plan of all ranks, of which `rows` are the rows."""
+        columns = zip(*rows, strict=True)
+        numbers = {name: int(MERGES.get(name, max)(next(columns))) for name in self._fields[:MEASURED]}
+        measured = int(max(next(columns))), int(max(next(columns)))
+        return self._replace(**numbers, measured=measured, totals=tuple(map(sum, columns)))
 
 
-# In place of the first and the last rank where there is none.
-NOBODY = Span(2**31, -1)
-NUM_SPANS = Plan._fields.index("has_more")
 MEASURED = Plan._fields.index("measured")
-TOTALS = Plan._fields.index("totals")
-# Columns of a row: those that merge to their largest, of which the two of `measured` are the last, and all but totals.
-NUM_LARGEST = MEASURED + NUM_SPANS + 2
-NUM_COLUMNS = TOTALS + 1 + NUM_SPANS
+MERGES: dict[str, Callable[[Iterable[float]], float]] = {
+    "fewest": min,
+    "stranded": min,
+    **dict.fromkeys(("num_micro_batches", "apart", "unlike"), sum),
+}
+# In place of the first rank where there is none.
+NOBODY = 2**31
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
@@ -184,7 +176,7 @@ def refuse_to_differ(plans: Sequence[Plan]) -> None:
     for name, (what, say, cure) in AGREED.items():
         ranks: dict[object, int] = {}
         for rank, plan in enumerate(plans):
-            ranks.setdefault(say(getattr(plan, name).least), rank)
+            ranks.setdefault(say(getattr(plan, name)), rank)
         if len(ranks) > 1:
             seen = ", ".join(f"rank {rank}: {value}" for value, rank in ranks.items())
             raise DistaccumError(

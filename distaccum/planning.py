@@ -18,7 +18,7 @@ from .batches import Batches, DrawFn, Pace
 from .batchnorm import warn_of_batchnorm
 from .guard import OPEN, OVER, Stage, refuse_copy, tell_count
 from .job import Job, Micro, Start
-from .law import NOBODY, Counts, DistaccumError, Plan, Span, all_or_none
+from .law import NOBODY, Counts, DistaccumError, Plan, all_or_none
 from .private import step_hooks_of
 from .text import in_short
 from .window import LOOP, RunMode, Window
@@ -204,11 +204,12 @@ def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
     lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
     return Plan(
-        update=Span(job.index, job.index),
-        steps=Span(batches.steps, batches.steps),
-        agrees=Span(mode.agrees, mode.agrees),
-        num_counted=Span(len(micros), len(micros)),
-        stranded=NOBODY if micros or job.substitute else Span(peers.rank, peers.rank),
+        update=job.index,
+        steps=batches.steps,
+        agrees=mode.agrees,
+        fewest=len(micros),
+        most=len(micros),
+        stranded=NOBODY if micros or job.substitute else peers.rank,
         has_more=not batches.no_more_after,
         lacks_terms=any(lacks),
         lacks_terms_in_last=any(lacks[-1:]),
@@ -216,8 +217,8 @@ def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
         reduce_afterwards=by_hand,
         changed=not peers.is_alone and job.compared != job.trainable(),
         num_drawn=len(batches.micro_batches),
-        measured=measured,
         num_micro_batches=len(micros),
+        measured=measured,
         totals=tuple(map(sum, zip(*(micro.counts for micro in micros), strict=True))) or (0.0,) * len(names),
         names=names,
         num_here=len(micros),

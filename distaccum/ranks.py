@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .law import NUM_LARGEST, DistaccumError, LostRanksError, Plan, refuse_to_differ
+from .law import AGREED, DistaccumError, LostRanksError, Plan, refuse_to_differ
 from .text import in_short
 
 # Errors of gloo, NCCL and their store when a rank is gone or late. Types do not tell: NCCL's is also that of misuse.
@@ -80,10 +80,10 @@ class Peers:
         """
         if self.is_alone:
             return own
-        columns = zip(*self._rows(own.to_row(), (*self.beside, *self.groups)).tolist(), strict=True)
-        plan = own.merged([sum(one) if i >= NUM_LARGEST else max(one) for i, one in enumerate(columns)])
-        must_agree = plan.update, plan.steps, plan.agrees
-        if not plan.failed and any(span.least != span.most for span in must_agree):
+        rows = self._rows(own.to_row(), (*self.beside, *self.groups)).tolist()
+        plan = own.merged(rows)
+        # These come first in a row.
+        if not plan.failed and len({tuple(row[: len(AGREED)]) for row in rows}) > 1:
             refuse_to_differ(self.gather_objects(own, everyone=True))
         return plan
 

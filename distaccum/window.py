@@ -130,7 +130,7 @@ class Window(Answering, Generic[Batch]):
         self.counts = {name: int(n) if n == int(n) else n for name, n in zip(plan.names, plan.totals, strict=True)}
         # For use inside the library:
         self.plan = plan
-        self.is_empty = not (plan.num_counted.most and any(plan.totals))  # nothing counts, so there is no update
+        self.is_empty = not (plan.most and any(plan.totals))  # nothing counts, so there is no update
         self.micros = batches.micros
         self.substitute = batches.substitute or job.substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()

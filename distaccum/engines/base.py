@@ -212,7 +212,7 @@ class Engine:
 
         Raises, on all ranks, if this engine cannot run the plan.
         """
-        fewest, most = plan.num_counted
+        fewest, most = plan.fewest, plan.most
         if fewest != most and any(
             isinstance(module, nn.SyncBatchNorm) and module.training for m in self.models for module in m.modules()
         ):
@@ -224,7 +224,7 @@ class Engine:
         if self.lockstep and plan.stranded != NOBODY:
             raise DistaccumError(
                 f"ranks have {fewest} to {most} micro-batches; under {self.name} each rank must run forward "
-                f"for the others to go on; rank {plan.stranded.least} has none from an earlier window to stand in "
+                f"for the others to go on; rank {plan.stranded} has none from an earlier window to stand in "
                 "with. Give each rank a micro-batch in the first window"
             )
         common = most if self.lockstep else fewest
@@ -241,7 +241,7 @@ class Engine:
         """Calls `run_backward` once, from scalar `losses`, weighted by `seeds`.
 
         `reduce`: it is this rank's last backward, or an early one, and may reduce the sum of all so far. It must not if
-        another rank has none (`plan.num_counted.least == 0`), or it is not known whether all succeed
+        another rank has none (`plan.fewest == 0`), or it is not known whether all succeed
         (`plan.reduce_afterwards`): then, or always, reduce in `finish`.
         """
         self.run_backward(tuple(losses), tuple(seeds))

@@ -91,7 +91,7 @@ class DDPEngine(Engine):
         others = [p for p in parameters if id(p) not in self._replicated_ids]
         self._by_hand = averaged(self, others) if others else []
         lacks = plan.lacks_terms_in_last if self.sync == "last" else plan.lacks_terms
-        not_here = plan.reduce_afterwards or not plan.num_counted.least or self.read_grad is not GRAD
+        not_here = plan.reduce_afterwards or not plan.fewest or self.read_grad is not GRAD
         self._reduces = bool(self._plain) and not (lacks or not_here)
         apart = self._apart if self._reduces else self.wrappers
         self._by_hand += [p for wrapper in apart for p in self._covered[wrapper].values()]
@@ -106,7 +106,7 @@ class DDPEngine(Engine):
             # Armed, its next backward would reduce on a rank where a forward outside windows armed it, and parameters
             # used in another Accumulator's open window would count as used in this one. A rank may run fewer forwards
             # than others, or none, or fail in its first, so no forward may communicate.
-            private.hold_back(wrapper, sends_at_end=plan.num_counted.least > 0 and not plan.agrees.most)
+            private.hold_back(wrapper, sends_at_end=plan.fewest > 0 and not plan.agrees)
 
     def will_reduce(self, reduce: bool) -> bool:
         return reduce and self._reduces

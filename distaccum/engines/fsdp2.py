@@ -135,7 +135,7 @@ class FullyShardEngine(Engine):
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         lacks = plan.lacks_terms_in_last if self._policy in ("last", "gathered") else plan.lacks_terms
         self._reduces = not (lacks or plan.reduce_afterwards)
-        is_uneven = plan.num_counted.least != plan.num_counted.most
+        is_uneven = plan.fewest != plan.most
         self._reshards = [group.reshard_after_backward for group in self._groups]
         self._undo.callback(private.flags_of(self._states))
         for module in self._modules:
@@ -157,7 +157,7 @@ class FullyShardEngine(Engine):
         self._stands_in = False
         # A backward has left a gradient that replicas have yet to add.
         self._is_partial = False
-        if plan.agrees.most and self._policy == "gathered":
+        if plan.agrees and self._policy == "gathered":
             for module in self._modules:
                 module.unshard()
 

@@ -156,7 +156,7 @@ def retry(
                 raise
             _settle(planner, window, agreement, error)
         else:
-            fit_of(job).succeeded(*window.plan.measured, parts=window.plan.num_counted.most)
+            fit_of(job).succeeded(*window.plan.measured, parts=window.plan.most)
             return update
         free()
 

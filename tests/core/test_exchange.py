@@ -11,43 +11,35 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.law import NOBODY, NUM_LARGEST, Plan, Span
+from distaccum.law import NOBODY, Plan
 from distaccum.ranks import Peers
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, run_window
 
 flags, numbers = st.booleans(), st.integers(0, 2**31)
-spans = numbers.map(lambda number: Span(number, number))
 totals = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
-fields = [*[spans] * 4, st.just(NOBODY), *[flags] * 6, numbers, st.tuples(numbers, numbers), numbers]
-plans = st.builds(Plan, *fields, st.just(0), st.just(0), totals=totals, names=st.just(("a", "b")))
-
-
-def merged(rows: list[list[float]]) -> list[float]:
-    columns = list(zip(*rows, strict=True))
-    return [*map(max, columns[:NUM_LARGEST]), *map(sum, columns[NUM_LARGEST:])]
+fields = [numbers, numbers, flags, numbers, numbers, st.just(NOBODY), *[flags] * 6, numbers, numbers]
+pair = st.tuples(numbers, numbers)
+plans = st.builds(Plan, *fields, measured=pair, totals=totals, names=st.just(("a", "b")))
 
 
 @given(st.lists(st.tuples(plans, flags), min_size=1, max_size=9), st.integers(1, 9))
 def test_merged_plans_are_a_plan_however_they_are_grouped(drawn, size):
-    given = [plan._replace(num_micro_batches=plan.num_counted.most) for plan, _ in drawn]
+    given = [plan._replace(num_micro_batches=plan.most, fewest=plan.most) for plan, _ in drawn]
     stranded = [rank for rank, (_, is_stranded) in enumerate(drawn) if is_stranded]
-    given = [one._replace(stranded=Span(rank, rank)) if rank in stranded else one for rank, one in enumerate(given)]
+    given = [one._replace(stranded=rank) if rank in stranded else one for rank, one in enumerate(given)]
     rows = [plan.to_row() for plan in given]
-    assert [plan.merged(row) for plan, row in zip(given, rows, strict=True)] == given
-    plan = given[0].merged(merged(rows))
+    assert [plan.merged([row]) for plan, row in zip(given, rows, strict=True)] == given
+    plan = given[0].merged(rows)
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-    assert given[0].merged(merged([merged(group) for group in groups][::-1])) == plan
+    assert given[0].merged([given[0].merged(group).to_row() for group in groups][::-1]) == plan
 
     counted = [own.num_micro_batches for own in given]
-    assert (*plan.num_counted, plan.num_micro_batches) == (min(counted), max(counted), sum(counted))
+    assert (plan.fewest, plan.most, plan.num_micro_batches) == (min(counted), max(counted), sum(counted))
     assert plan.totals == tuple(map(sum, zip(*(own.totals for own in given), strict=True)))
     assert plan.has_more == any(own.has_more for own in given)
     assert plan.lacks_terms == any(own.lacks_terms for own in given)
-    assert plan.stranded == (Span(stranded[0], stranded[-1]) if stranded else NOBODY)
-    for name in ("update", "steps", "agrees"):
-        least, most = getattr(plan, name)
-        assert (least == most) == (len({getattr(own, name) for own in given}) == 1)
+    assert plan.stranded == (stranded[0] if stranded else NOBODY)
 
 
 @pytest.mark.parametrize("world", [2, 12])
