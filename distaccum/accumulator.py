@@ -32,7 +32,6 @@ from .choosing import adapters_for, choose_engine
 from .engines import Sync
 from .extension import Extension, join_all
 from .feeding.by_cost import ByCost
-from .guard import refuse_copy_of_ranks
 from .guesses import Answering, answering
 from .job import Job
 from .law import Reduction, Schedule
@@ -129,12 +128,6 @@ class Accumulator(Answering):
             job = Job(config, given, choose_engine(given, sync, mesh))
             join_all(extensions, job, RandomNumbers())
             self._planner = Planner(job, Place(job))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A shallow copy would not call it.
-        self._planner.__getstate__()
-        refuse_copy_of_ranks(self._planner.job.engine)
-        return self.__dict__
 
     def __repr__(self) -> str:
         job = self._planner.job

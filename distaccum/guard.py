@@ -120,25 +120,6 @@ def refuse_missing_backward(window: AnyWindow, what: str) -> None:
         )
 
 
-def refuse_copy(window: AnyWindow) -> None:
-    """Raises if the window is not over."""
-    if window.stage not in OVER:
-        raise DistaccumError(
-            f"copying or pickling an Accumulator with a window that is {window.describe()}, of which a copy "
-            "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "
-            "model and optimizer and give it load_state_dict(accumulator.state_dict())"
-        )
-
-
-def refuse_copy_of_ranks(engine: Engine) -> None:
-    """Raises if the Accumulator has a process group, which torch cannot copy."""
-    if engine.peers.groups or engine.peers.beside:
-        raise DistaccumError(
-            f"copying or pickling an Accumulator of {engine.name}, whose process group cannot be copied; copy model "
-            "and optimizer, make an Accumulator of them, and give it load_state_dict(accumulator.state_dict())"
-        )
-
-
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:
     """Clears gradients left from before a window, with a warning."""
     # No warning about zeros: of zero_grad(set_to_none=False), or in bucket views that another Accumulator cleared.

@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from .text import shown
+from .law import DistaccumError
+from .text import a, shown
 
 LOOP = "write: for window in accumulator.windows(loader): for x in window: window.backward(loss); then window.step()"
 PARTS = "name each part, as save(path, model=model, accumulator=accumulator)"
@@ -66,7 +67,14 @@ def refuse_arguments(name: str, own: Sequence[str], given: Mapping[str, object])
 
 
 class Answering:
-    """Answers a call of a method that is not there with the loop that is meant."""
+    """Answers a call of a method that is not there with the loop that is meant, and refuses copies."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # A copy would share gradients and flags, and a process group cannot be copied.
+        raise DistaccumError(
+            f"copying or pickling {a(type(self).__name__)}, which belongs to one model and its optimizer; copy these, "
+            "make an Accumulator of the copies, and give it load_state_dict(accumulator.state_dict())"
+        )
 
     if not TYPE_CHECKING:  # otherwise mypy would know any name
 

@@ -66,7 +66,6 @@ class Job:
         # Otherwise the caller steps. Where nothing is trained, as on a frozen stage, other ranks step alone.
         self.steps = bool(self.optimizers) or "step" in self.engine.owns or not self._trains
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # otherwise the adapter's backward does
-        self.last_hooks: list[Any] = []  # before steps of the optimizers, behind all other hooks (planner.py)
         self.epochs: list[int] = []  # last_epoch of each schedule after the last update
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
@@ -84,9 +83,6 @@ class Job:
         self._refuse_steps()
         self._refuse(config)
         self.begin_anew()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last_hooks": []}
 
     def begin_anew(self) -> None:
         """Resets the state that changes from window to window."""

@@ -16,7 +16,7 @@ from .agreement import compare
 from .batch import Count, count_samples
 from .batches import Batches, DrawFn, Pace
 from .batchnorm import warn_of_batchnorm
-from .guard import OPEN, OVER, Stage, refuse_copy, tell_count
+from .guard import OPEN, OVER, Stage, tell_count
 from .job import Job, Micro, Start
 from .law import NOBODY, Counts, DistaccumError, Plan, all_or_none
 from .private import step_hooks_of
@@ -40,22 +40,16 @@ class Planner:
         self.place = place
         self._window: weakref.ref[Window] | None = None
         self.readers: list[Any] = []
-        _guard_steps(self)
+        optimizers = [given for given in job.optimizers if hasattr(given, "register_step_pre_hook")]
+        # They act for as long as the planner lives.
+        self._hooks = [StepHook(self, optimizer) for optimizer in optimizers]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove)
 
     @property
     def window(self) -> Window | None:
         """The window that was planned last; None if nobody holds it any more."""
         return None if self._window is None else self._window()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of a deep copy with model and optimizer: `copy.deepcopy((model, optimizer, accumulator))`."""
-        if self.window is not None:
-            refuse_copy(self.window)
-        return {**self.__dict__, "_window": None, "readers": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        _guard_steps(self)
 
     def plan(self, draw: DrawFn, mode: RunMode = LOOP) -> Window:
         """Plans the window of the micro-batches that `draw` returns for the next update."""
@@ -115,7 +109,7 @@ class Planner:
         window = Window(job, plan, batches, mode, pace)
         if plan.num_micro_batches > 1 and job.batchnorms and config.batchnorm == "warn" and not window.is_empty:
             warn_of_batchnorm(job.batchnorms, job.once)
-        for hook in job.last_hooks:
+        for hook in self._hooks:
             hook.come_last()
         self._window = weakref.ref(window)
         return window
@@ -186,14 +180,6 @@ class StepHook:
                 "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
                 "before it"
             )
-
-
-def _guard_steps(planner: Planner) -> None:
-    """Hooks the steps of the optimizers, for as long as the planner lives."""
-    optimizers = [given for given in planner.job.optimizers if hasattr(given, "register_step_pre_hook")]
-    planner.job.last_hooks = [StepHook(planner, optimizer) for optimizer in optimizers]
-    for hook in planner.job.last_hooks:
-        weakref.finalize(planner, hook.remove)
 
 
 def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:

@@ -164,10 +164,6 @@ class Window(Answering, Generic[Batch]):
         self._final: list[Sequence[nn.Parameter]] = []  # by optimizer, where any had a gradient after the loop
         self._started = time.perf_counter()
 
-    def __getstate__(self) -> dict[str, Any]:
-        guard.refuse_copy(self)
-        return self.__dict__
-
     def __repr__(self) -> str:
         own = plural(self._num_own, "micro-batch")
         return f"<Window of update {self.index}: {own}, {self.counts}, {self.describe()}>"

@@ -161,9 +161,6 @@ class NoiseScale(Extension):
             self._last = Estimate(self._last.sums)
         update.notes[self.key] = self._last
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_window": None}
-
     def state(self) -> list[float]:
         """The averages; in a hook of the step that moved the weights, those with its window."""
         window = None if self._window is None else self._window()

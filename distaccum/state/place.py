@@ -21,9 +21,6 @@ class Place:
         # Of a loaded state, until a loader is opened.
         self._loaded: Position | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None, "_loaded": self.position()}
-
     def open(self, loader: Any, kept: Reader | None) -> Reader:
         """The reader of a loader, from the position of a loaded state if any; `kept`: of an iterator that was left."""
         job = self._job

@@ -303,35 +303,31 @@ def test_finished_micro_batches_and_losses_are_freed():
         del micro_batch, loss
 
 
-def test_copy_in_mid_window_is_refused():
+def test_copy_of_an_accumulator_or_a_window_names_the_cure():
     model, _, accumulator = make(max_norm=math.inf, extensions=[NoiseScale()])
     window = accumulator.window(BATCHES)
     for batch in window:
         for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-            with pytest.raises(DistaccumError, match="copying or pickling an Accumulator with a window that is in its"):
+            with pytest.raises(
+                DistaccumError, match=r"copying or pickling an Accumulator, which .*load_state_dict\(acc"
+            ):
                 copied(accumulator)
         window.backward(loss_of(model, batch))
-        with pytest.raises(DistaccumError, match="copying or pickling"):
+        with pytest.raises(DistaccumError, match="copying or pickling a Window"):
             copy.deepcopy(window)
         assert copy.deepcopy(model)[1].weight.grad is None
     update = window.step()
     for copied in (copy.deepcopy(update), pickle.loads(pickle.dumps(update))):
         assert copied.as_dict() == update.as_dict() and repr(copied) == repr(update)
         assert copied.noise_scale == update.noise_scale is not None
-    for twin, other in (copy.deepcopy((model, accumulator)), pickle.loads(pickle.dumps((model, accumulator)))):
-        assert other.state_dict()["noise"] == accumulator.state_dict()["noise"]
-        assert run_window(other.window(BATCHES), twin).step().index == 1 and accumulator.index == 1
 
 
 @on_ranks(2)
-def test_copy_of_an_accumulator_of_several_ranks_names_the_cure():
+def test_copies_of_model_and_optimizer_train_apart_with_the_state():
     ddp = DistributedDataParallel(trunk())
     optimizer = SGD(ddp.parameters(), lr=0.1)
     accumulator = Accumulator(ddp, optimizer)
     run_window(accumulator.window(BATCHES), ddp).step()
-    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(DistaccumError, match=r"Accumulator of Distr.*, whose process group .*load_state_dict\(acc"):
-            copied((ddp, optimizer, accumulator) if copied is copy.deepcopy else accumulator)
     twin, steps = copy.deepcopy((ddp, optimizer))  # as the error says
     again = Accumulator(twin, steps)
     again.load_state_dict(accumulator.state_dict())
