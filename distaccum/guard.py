@@ -34,8 +34,6 @@ class Stage(Enum):
     LEFT = "discarded (its loop was left, or another window was requested)"
 
 
-# An open window holds gradients; they are final once it is complete.
-OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING
 OVER = Stage.STEPPED, Stage.LEFT
 # The state of the backward of the current micro-batch, or of a part of it.
 DONE, WAITING, FAILED = range(3)

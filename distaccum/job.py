@@ -91,8 +91,7 @@ class Job:
         self.due: list[Any] = []  # schedules that have yet to step for an update whose weights have moved
         self.start: Start | None = None  # of the window that is planned and not stepped, whoever holds it
         self.unused: set[int] = set()  # ids of parameters without a gradient, as the last window left them
-        # Its gradients must not leak into the next window if it is dropped; its loop is over, and no step came.
-        self.holds_gradients = self.lacks_step = False
+        self.open: Any = None  # the window that holds gradients, which must not leak into the next one if it is dropped
         self.fit: Any = None  # what update() learned about sizes (runs/memory.py)
         self.seen: Seen = {}  # which entries of batches were cut, and which went whole
         self.substitute: Micro | None = None  # to stand in with, from a window whose gradient was finite

@@ -70,11 +70,10 @@ def _windows(
                 yield window
             except GeneratorExit:
                 window.may_be_dropped = True
-                job.lacks_step = job.lacks_step and planner.window is not window
                 raise
             if not window.plan.has_more:
                 # Otherwise a step() that was forgotten on the last window would go unnoticed.
-                if planner.window is window:
+                if job.open is window:
                     planner.close_previous()
                 break
         reading.end(loader)
@@ -141,7 +140,7 @@ class Loader:
 
     def is_in_last(self) -> bool:
         """True if the micro-batch at work is the last that was drawn."""
-        window = self._planner.window
+        window = self._job.open
         return window is not None and not self._reader.drawn and window.micro_step == len(window) - 1
 
     def end(self, loader: Any) -> None:

@@ -16,7 +16,7 @@ from .agreement import compare
 from .batch import Count, count_samples
 from .batches import Batches, DrawFn, Pace
 from .batchnorm import warn_of_batchnorm
-from .guard import OPEN, OVER, Stage, tell_count
+from .guard import OVER, Stage, tell_count
 from .job import Job, Micro, Start
 from .law import NOBODY, Counts, DistaccumError, Plan, all_or_none
 from .private import step_hooks_of
@@ -38,18 +38,12 @@ class Planner:
     def __init__(self, job: Job, place: Any = None) -> None:
         self.job = job
         self.place = place
-        self._window: weakref.ref[Window] | None = None
         self.readers: list[Any] = []
         optimizers = [given for given in job.optimizers if hasattr(given, "register_step_pre_hook")]
         # They act for as long as the planner lives.
-        self._hooks = [StepHook(self, optimizer) for optimizer in optimizers]
+        self._hooks = [StepHook(job, optimizer) for optimizer in optimizers]
         for hook in self._hooks:
             weakref.finalize(self, hook.remove)
-
-    @property
-    def window(self) -> Window | None:
-        """The window that was planned last; None if nobody holds it any more."""
-        return None if self._window is None else self._window()
 
     def plan(self, draw: DrawFn, mode: RunMode = LOOP) -> Window:
         """Plans the window of the micro-batches that `draw` returns for the next update."""
@@ -111,38 +105,19 @@ class Planner:
             warn_of_batchnorm(job.batchnorms, job.once)
         for hook in self._hooks:
             hook.come_last()
-        self._window = weakref.ref(window)
         return window
 
     def close_previous(self) -> None:
-        """Raises if the last window still holds gradients; a second request discards it, as the error says."""
-        window = self.window
-        if window is None:
-            self.clear_orphan()
-        elif window.stage in OPEN and not window.may_be_dropped:
-            window.may_be_dropped, self.job.lacks_step = True, False
+        """Raises if a window still holds gradients; a second request discards it, as the error says."""
+        window = self.job.open
+        if window is not None and window.stage not in OVER and not window.may_be_dropped:
+            window.may_be_dropped = True
             raise DistaccumError(
                 f"another window was requested while one is {window.describe()}; finish its loop and call its "
                 "step(), or discard() it (a second request discards it)"
             )
-        elif window.stage not in OVER:
+        if window is not None:
             window.discard()
-
-    def clear_orphan(self, *, warns: bool = True) -> None:
-        """Clears what a window left behind if it was dropped while it held gradients."""
-        job = self.job
-        if not job.holds_gradients or self.window is not None:
-            return
-        # Ctrl-C may have broken off its discard().
-        job.engine.clear(job.parameters())
-        job.holds_gradients = False
-        if job.lacks_step and warns:
-            job.once(
-                "forgotten",
-                f"the window of update {job.index} was dropped between its loop and its step(), so its gradients "
-                "were discarded and nothing was learned from them; call window.step() after the loop, or discard() to "
-                "give a window up",
-            )
 
 
 @final
@@ -153,8 +128,8 @@ class StepHook:
     of this update, and of the next one afterwards.
     """
 
-    def __init__(self, planner: Planner, optimizer: Any) -> None:
-        self._planner = weakref.ref(planner)
+    def __init__(self, job: Job, optimizer: Any) -> None:
+        self._job = weakref.ref(job)
         self._optimizer = optimizer
         self._hooks = step_hooks_of(optimizer)
         self._handle = optimizer.register_step_pre_hook(self)
@@ -168,8 +143,8 @@ class StepHook:
         self._handle.remove()
 
     def __call__(self, *_: object) -> None:
-        planner = self._planner()
-        window = planner and planner.window
+        job = self._job()
+        window = job and job.open
         if window is None:
             return
         if window.stage is Stage.STEPPING:

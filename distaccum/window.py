@@ -229,7 +229,6 @@ class Window(Answering, Generic[Batch]):
             if not self._job.steps:
                 self._job.moves.look(self._job.stepped())
             self.stage = Stage.COMPLETE
-            self._job.lacks_step = not self.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
@@ -242,12 +241,13 @@ class Window(Answering, Generic[Batch]):
 
     def begin(self) -> None:
         """Starts the engine, which may communicate. The loop does it; call it if you communicate before the loop."""
+        job, engine = self._job, self._engine
+        if job.start is not self.start:  # another one was planned since
+            self.discard()
         if self.stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self.describe()}; a window is iterated once")
-        job, engine = self._job, self._engine
         self.stage = Stage.RUNNING
-        job.holds_gradients = True
-        job.lacks_step = False
+        job.open = self
         try:
             if torch.is_inference_mode_enabled():  # tensors made there are read-only outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
@@ -410,7 +410,6 @@ class Window(Answering, Generic[Batch]):
             )
         job = self._job
         skipped = self._job.skipped
-        job.lacks_step = False
         if job.schedulers:
             job.watch_schedules()
         if job.steps and any(all(one.grad is None for one in group) for group in self._final):
@@ -525,6 +524,8 @@ class Window(Answering, Generic[Batch]):
         """Gives the window up: clears its gradients and restores the wrappers. Weights do not change."""
         if self.stage in OVER:
             return
+        # If Ctrl-C breaks this off, the next window goes on with it.
+        self.may_be_dropped = True
         if self.stage is not Stage.PLANNED:
             self._engine.clear(self.parameters)
             forget(self._job.scaler, self._job.optimizers)
@@ -542,7 +543,7 @@ class Window(Answering, Generic[Batch]):
         self.substitute = None
         self.at_work = None
         self.start.may_be_stepped = False
-        self._job.holds_gradients = False
+        self._job.open = None
 
     def _end(self, update: Update | None) -> None:
         """Tells every extension, even if one raises; calling it twice does no harm."""

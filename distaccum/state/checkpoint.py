@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..extension import KEYS
-from ..guard import OPEN
+from ..guard import Stage
 from ..job import Job
 from ..law import DistaccumError, whole_number
 from ..planning import Planner
@@ -52,8 +52,9 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
 
 def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     """Resumes from the state; reads everything before it sets anything."""
-    job, window = planner.job, planner.window
-    if window is not None and window.stage in OPEN:
+    job = planner.job
+    window = job.open
+    if window is not None and window.stage in (Stage.RUNNING, Stage.STEPPING):
         raise DistaccumError(f"load_state_dict() while a window is {window.describe()}; finish it or discard() it")
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
@@ -80,10 +81,9 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
         if extension.key:
             extension.load(state.get(extension.key))
 
-    # It may be planned; and the schedules are loaded too.
     if window is not None:
         window.discard()
-    planner.clear_orphan(warns=False)
+    # The schedules are loaded too.
     job.epochs.clear()
     # They step when the next window is planned: until then they may be loaded too.
     job.due = job.schedulers[-due:] if due else []

@@ -343,15 +343,15 @@ def test_large_counts_stay_exact():
 
 
 @pytest.mark.parametrize("again", ["window", "windows"])
-def test_next_window_warns_of_a_forgotten_step(again):
+def test_next_window_refuses_a_forgotten_step_once(again):
     model, _, accumulator = make(steps=2)
-    run_window(accumulator.window(BATCHES), model)
-    with pytest.warns(UserWarning, match=r"window of update 0 was dropped between its loop and its step\(\)"):
-        if again == "window":
-            run_window(accumulator.window(BATCHES), model)
-        else:
-            next(accumulator.windows(BATCHES))
-    run_window(accumulator.window(BATCHES), model)  # one warning per forgotten step
+    run_window(accumulator.window(BATCHES), model)  # and dropped
+    ask = accumulator.window if again == "window" else lambda batches: next(accumulator.windows(batches))
+    with pytest.raises(DistaccumError, match=r"one is complete but not stepped.*\(a second request discards it\)"):
+        ask(BATCHES)
+    ask(BATCHES)
+    assert_next_is_exact(accumulator, model)
+    assert accumulator.index == 0
 
 
 def test_optimizer_whose_loss_counts_nothing_in_a_window_may_be_without_a_gradient():
