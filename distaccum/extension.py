@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -80,16 +79,10 @@ class Extension:
 
 def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     """The methods that they override, looked up once."""
-    hooks: dict[str, list[Any]] = {
+    return {
         name: [getattr(one, name) for one in extensions if getattr(type(one), name) is not getattr(Extension, name)]
         for name in EVENTS
     }
-    hooks["numbers"] = [partial(_keyed, give.__self__.key, give) for give in hooks["numbers"]]
-    return hooks
-
-
-def _keyed(key: str, give: Callable[[Window], Any], window: Window) -> tuple[str, Any]:
-    return key, give(window)
 
 
 def join_all(extensions: Sequence[Extension], job: Job, first: Extension) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from .text import Once
 
 MOST_SKIPS = 50  # in a row
 NUM_LOOKS = 16  # parameters whose gradients are looked at in each micro-step
-Hooks = Mapping[str, Sequence[Callable[..., Any]]]  # methods of extensions, by event
+Hooks = Mapping[str, Sequence[Any]]  # methods of extensions, by event
 Seen = dict[tuple[Any, ...], bool]  # by path in a batch: True if it was cut, False if whole
 
 

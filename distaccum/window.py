@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import is_ as is_same
@@ -338,9 +339,9 @@ class Window(Answering, Generic[Batch]):
         if looks and not engine.gradient(self.parameters).finite:
             guard.judge(self, engine, "gradient", "raise")
         for give in self._hooks["numbers"]:
-            key, numbers = give(self)
+            numbers = give(self)
             if numbers is not None:
-                self.numbers[key] = torch.as_tensor(numbers).reshape(-1)
+                self.numbers[give.__self__.key] = torch.as_tensor(numbers).reshape(-1)
 
     # Several backwards in one micro-batch
 
@@ -550,17 +551,7 @@ class Window(Answering, Generic[Batch]):
         self.moved = self._at_step = None
         is_heard = self._is_heard
         self._is_heard = False
-        if is_heard:
-            _tell_all(self._hooks["end"], self, update)
-
-
-def _tell_all(hears: Sequence[Callable[..., Any]], *given: Any) -> None:
-    """Calls each of these with what is given, even if one raises; then raises the first error."""
-    errors: list[Exception] = []
-    for hear in hears:
-        try:
-            hear(*given)
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        # It calls each, the last one first, even if one raises.
+        with ExitStack() as stack:
+            for hear in reversed(self._hooks["end"]) if is_heard else ():
+                stack.callback(hear, self, update)
