@@ -18,7 +18,7 @@ from .engines import Engine
 from .law import Counts
 from .norms import local, unique
 from .options import Config
-from .private import has_step_hooks, version_of
+from .private import version_of
 from .text import Once
 
 MOST_SKIPS = 50  # in a row
@@ -159,12 +159,6 @@ class Job:
             if isinstance(optimizer, LBFGS):
                 raise TypeError(
                     "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
-                )
-            if not has_step_hooks(optimizer):
-                raise TypeError(
-                    f"optimizer is a {type(optimizer).__name__}, a torch optimizer without step hooks, expected one "
-                    "whose __init__ calls Optimizer.__init__; if it wraps another optimizer, give that one, or "
-                    "optimizer=None and step it yourself after the loop"
                 )
 
     def _refuse(self, config: Config) -> None:

@@ -145,12 +145,13 @@ class Plan(NamedTuple):
     num_here: int = 0
 
     def to_row(self) -> list[float]:
-        return [*self[:MEASURED], *self.measured, *self.totals]
+        numbers: Any = self[:MEASURED]
+        return [*numbers, *self.measured, *self.totals]
 
     def merged(self, rows: Iterable[Sequence[float]]) -> Plan:
         """The plan of all ranks, of which `rows` are the rows."""
         columns = zip(*rows, strict=True)
-        numbers = {name: int(MERGES.get(name, max)(next(columns))) for name in self._fields[:MEASURED]}
+        numbers: dict[str, Any] = {name: int(MERGES.get(name, max)(next(columns))) for name in self._fields[:MEASURED]}
         measured = int(max(next(columns))), int(max(next(columns)))
         return self._replace(**numbers, measured=measured, totals=tuple(map(sum, columns)))
 

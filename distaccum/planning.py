@@ -23,8 +23,6 @@ from .private import step_hooks_of
 from .text import in_short
 from .window import LOOP, RunMode, Window
 
-PLAIN = frozenset((int, float))
-
 
 @final
 class Planner:
@@ -132,7 +130,14 @@ class StepHook:
         self._job = weakref.ref(job)
         self._optimizer = optimizer
         self._hooks = step_hooks_of(optimizer)
-        self._handle = optimizer.register_step_pre_hook(self)
+        try:
+            self._handle = optimizer.register_step_pre_hook(self)
+        except AttributeError:
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, a torch optimizer without step hooks, expected one "
+                "whose __init__ calls Optimizer.__init__; if it wraps another optimizer, give that one, or "
+                "optimizer=None and step it yourself after the loop"
+            ) from None
 
     def come_last(self) -> None:
         if next(reversed(self._hooks), None) != self._handle.id:
@@ -196,10 +201,9 @@ def _counts_of(
         known = lengths if count is count_samples and len(lengths or ()) == len(micro_batches) else None
         values += known or [count(micro_batch) for micro_batch in micro_batches]
     rows = len(micro_batches)
-    are_plain = PLAIN.issuperset(map(type, values))
-    numbers = values if are_plain else _read(values)
+    numbers = _read(values)
     for i, value in enumerate(numbers):
-        if not (are_plain or isinstance(value, Real)) or not 0 <= value < math.inf:
+        if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
             name, which = divmod(i, rows)
             shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             seen = repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}{shape}"

@@ -40,16 +40,6 @@ def store() -> Any:
     return get()
 
 
-def has_step_hooks(optimizer: object) -> bool:
-    """Tells whether `register_step_pre_hook` works: Optimizer.__init__ makes its dict, and a wrapper may skip that."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        try:
-            optimizer.register_step_pre_hook(lambda *_: None).remove()
-        except AttributeError:
-            return False
-    return True
-
-
 def step_hooks_of(optimizer: Any) -> dict[int, Any]:
     """The hooks before an optimizer's step, in order, by the ids of their handles; none if the name is missing."""
     hooks: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
