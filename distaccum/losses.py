@@ -36,10 +36,7 @@ def _wide(device: torch.device) -> torch.dtype:
 
 def stacked(losses: Sequence[Loss], device: torch.device) -> Tensor:
     """Losses in one tensor on this device."""
-    dtype = _wide(device)
-    if not any(isinstance(loss, Tensor) for loss in losses):
-        return torch.tensor(losses, dtype=dtype, device=device)
-    return torch.stack([torch.as_tensor(loss, dtype=dtype, device=device).detach() for loss in losses])
+    return torch.stack([torch.as_tensor(loss, dtype=_wide(device), device=device) for loss in losses])
 
 
 @final
@@ -137,7 +134,8 @@ class Losses:
             loss = loss.float()
         if share and micro is not None:
             # A copy: the caller may change the loss in place, or in a hook.
-            own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
+            is_here = type(loss) is Tensor and loss.is_cpu
+            own: Loss = number_of(loss) if is_here else loss.detach().to(_wide(loss.device), copy=True)
             self._terms.append((micro.number, name, share, own))
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
@@ -152,21 +150,9 @@ class Losses:
 
     def totals(self) -> list[Loss]:
         """This rank's weighted losses by name; plain numbers if they are on the host."""
-        totals: list[Any] = [0.0] * len(self._names)
-        on_device: dict[int, list[tuple[float, Tensor]]] = {}
+        totals: list[Loss] = [0.0] * len(self._names)
         for _, name, share, loss in self._terms:
-            if isinstance(loss, Tensor):
-                on_device.setdefault(name, []).append((share, loss))
-            else:
-                totals[name] += share * loss
-        for name, terms in on_device.items():
-            first = terms[0][0]
-            losses = [loss for _, loss in terms]
-            if any(share != first for share, _ in terms):  # one kernel each, without sending shares to the device
-                first = 1.0
-                losses = [loss * share for share, loss in terms]
-            total = torch.stack(losses).sum(dtype=_wide(losses[0].device)) * first
-            totals[name] = total + totals[name] if totals[name] else total
+            totals[name] = totals[name] + share * loss
         return totals
 
     def sums(self) -> Tensor:
