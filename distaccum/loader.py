@@ -127,7 +127,7 @@ class Loader:
         self._num_ahead = self._expected(job.index + 1) if self._reads_ahead and not is_last else 0
         if not self._num_ahead:
             # From here on the loop may write to the items.
-            self._reader.settle_reuse()
+            self._reader.fill(0, is_first_used=True)
         self._may_be_empty |= not is_over
         if is_over:
             job.start = before
@@ -243,7 +243,7 @@ class Reader:
     def fill(self, num: int, *, is_first_used: bool = False) -> bool:
         """Draws until there are `num` items, or the loader ends or fails; returns whether there are `num`.
 
-        With `is_first_used`, the loop gets the first item next, and may write to it.
+        Raises if the first item was written to. With `is_first_used` the loop gets it next, and may write to it.
         """
         drawn = self.drawn
         while len(drawn) < num and not self._has_ended and self._error is None:
@@ -265,8 +265,9 @@ class Reader:
                     alive: list[Tensor] = []
                     self._first = (item, _look_at(item, alive), alive)
                 self._is_fresh = False
-        if is_first_used and self._first is not None:
-            self.settle_reuse()
+        self._refuse_reuse()
+        if is_first_used:
+            self._first = None
         return len(drawn) >= num
 
     def _open(self) -> None:
@@ -319,13 +320,7 @@ class Reader:
         """Up to `num` items, drawn where they are missing, which stay until `use`; and whether these are the last."""
         if not self.fill(num) and self._error is not None:
             raise self._error
-        self._refuse_reuse()
         return self.drawn[:num], self._has_ended and len(self.drawn) <= num
-
-    def settle_reuse(self) -> None:
-        """Checks for reuse a last time, before the loop gets the first item and may write to it."""
-        self._refuse_reuse()
-        self._first = None
 
     def _refuse_reuse(self) -> None:
         """Raises if the first item was written to, as by a loader that rotates buffers and came back to its first."""

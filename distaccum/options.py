@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.utils.data import Dataset, IterableDataset
@@ -22,6 +21,10 @@ if TYPE_CHECKING:
 Sync = Literal["last", "every", "replicas", "gathered"]
 BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
+CURE_OF_STEPS = (
+    "; give a number without quotes, as 4 or 100 // 50 (1 makes each micro-batch an update), or a function that "
+    "returns one for the index of an update"
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Config:
             )
         of_rows = None if self.micro_batch_size == "auto" or self.by_cost is not None else self.micro_batch_size
         for name, value, cure in (
-            ("steps", self.steps, cure_of_steps(self.steps)),
+            ("steps", self.steps, CURE_OF_STEPS),
             ("batch_size", self.batch_size, ""),
             ("micro_batch_size", of_rows, ", 'auto' or ByCost(...)"),
         ):
@@ -111,19 +114,7 @@ class Config:
         """Micro-batches per rank in the update of this index; None if `steps` was not given."""
         if not callable(self.steps):
             return self.steps
-        steps = self.steps(index)
-        return whole_number(f"steps({index})", steps, cure_of_steps(steps))
-
-
-def cure_of_steps(steps: Any) -> str:
-    """The cure to name in an error that refuses this value."""
-    if isinstance(steps, str):
-        return "; give the number without quotes"
-    if isinstance(steps, bool) or not isinstance(steps, Real):
-        return "; give a number, or a function that returns one for the index of an update"
-    if isinstance(steps, Integral):
-        return "; 1 makes each micro-batch an update"
-    return "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
+        return whole_number(f"steps({index})", self.steps(index), CURE_OF_STEPS)
 
 
 def as_list(name: str, value: Any, needs: str) -> list[Any]:
