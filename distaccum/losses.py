@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NoReturn, final
 
@@ -173,14 +173,13 @@ class Record:
     """Losses by name, numbers from extensions, and overflow flags, which the ranks sum in one collective at a step."""
 
     def __init__(self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None) -> None:
-        """Starts the sum; `flags`: overflows on this rank, or None without a scaler."""
+        """`flags`: overflows on this rank, or None without a scaler."""
         # Of the gradient before clipping, if the step took it; and whether the caller asked for it.
         self.norm: Tensor | float | None = None
         self.shows_norm = False
         engine = losses.engine
         self._divisor = engine.divisor
         self.sums: dict[str, Tensor] = {}  # of the extensions' numbers, by key
-        self._end_sum: Callable[[], None] | None = None
         self._losses: Tensor | list[Loss] = []
         if flags is None and engine.peers.is_alone and not numbers:
             self._losses = losses.totals()
@@ -194,22 +193,15 @@ class Record:
             self._values = torch.cat(pieces)
             self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
             self.sums = dict(zip(numbers, others, strict=False))
-        self._end_sum = engine.peers.sum(self._values)
-
-    def wait(self) -> None:
-        if self._end_sum is not None:
-            self._end_sum()
-            self._end_sum = None
+        engine.peers.sum(self._values)
 
     def losses(self) -> list[float]:
-        """Waits for the sum, and returns the losses by name over all ranks."""
-        self.wait()
+        """The losses by name over all ranks; waits for the device."""
         losses = self._losses.tolist() if isinstance(self._losses, Tensor) else self._losses
         return [float(loss) / self._divisor for loss in losses]
 
     def overflows(self, peers: Peers) -> Tensor:
         """The number of ranks whose gradients overflowed, the same on all."""
-        self.wait()
         overflows = self._values[-1]
         if peers.shares_samples:  # one rank's part of a gradient may overflow alone
             overflows.fill_(peers.largest([float(overflows)], everyone=True)[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -185,24 +185,15 @@ class Peers:
             self._served = groups, set.intersection(*sets) if sets else set()
         return self._served[1]
 
-    def sum(self, values: Tensor) -> Callable[[], None]:
-        """Starts to sum `values` over the ranks with other losses. What it returns ends it, in place."""
+    def sum(self, values: Tensor) -> None:
+        """Sums `values` over the ranks with other losses, in place."""
         groups = [group for group in (*self.stages, *self.groups) if dist.get_world_size(group) > 1]
-        if not groups:
-            return lambda: None
-        there = self._there(values)
+        there = self._there(values) if groups else values
         with in_contact():
-            for group in groups[:-1]:
+            for group in groups:
                 dist.all_reduce(there, group=group)
-            work = dist.all_reduce(there, group=groups[-1], async_op=True)
-
-        def wait() -> None:
-            with in_contact():
-                work.wait()
-            if there is not values:
-                values.copy_(there)
-
-        return wait
+        if there is not values:
+            values.copy_(there)
 
     def tell(self, error: Exception) -> None:
         """Logs an error of a loader, a count or `update()`, which this rank keeps until it can tell the others."""

@@ -69,13 +69,10 @@ class Update:
 
     @cached_property
     def _sums(self) -> Mapping[str, Tensor]:
-        if self._record is None:
-            return {}
-        self._record.wait()
-        return self._record.sums
+        return {} if self._record is None else self._record.sums
 
     def summed(self, key: str) -> Tensor | None:
-        """Waits for the sum over the ranks of the `numbers` of the extension with this `key`; None: there were none."""
+        """The sum over the ranks of the `numbers` of the extension with this `key`; None: there were none."""
         return self._sums.get(key)
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,7 +89,7 @@ class Update:
         return {name: float(value) for name, value in numbers.items() if value is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Reads the numbers first, because a reduction in flight cannot be pickled."""
+        """Reads the numbers first, so that a copy needs no device."""
         read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale", "_sums")}
         return {**self.__dict__, **read, "_record": None}
 

@@ -154,7 +154,7 @@ class Window(Answering, Generic[Batch]):
         self._hooks = job.hooks if mode.hooks is None else mode.hooks
         self._pace = pace  # draws part of the next window
         self.start = job.start or Start()  # for use inside the library
-        self._is_heard = False  # extensions were told of its beginning, but not of its end
+        self._is_heard = False  # extensions were told of its beginning
         self._is_first = True  # no backward has ended yet
         self._has_stepped = False  # the weights have moved
         # The record and the gradient of a step; `moved` has them from where the weights move to the end.
@@ -466,23 +466,19 @@ class Window(Answering, Generic[Batch]):
             return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None
         if not job.steps:
             record = Record(self.losses, self.numbers, None if scaler is None else [])
-            record.wait()
             return None if job.moves.happened(job.stepped()) else STILL, record
         flags = None if scaler is None else unscale(scaler, job.optimizers, self._stamp)
         gradient = engine.gradient(job.trained or self.parameters)
         record = Record(self.losses, self.numbers, flags)
-        try:
-            self._at_step = record, gradient
-            reason = self._judge(gradient, record)
-            if reason is None:
-                self.stage = Stage.STEPPING
-                self.start.may_be_stepped = not job.optimizers
-                reason = engine.step(job.optimizers, gradient, config.max_norm)
-                self._has_stepped = reason is None
-                if reason is not None:
-                    reason = guard.explain_skip(self, engine, record, reason, config.on_nonfinite)
-        finally:
-            record.wait()
+        self._at_step = record, gradient
+        reason = self._judge(gradient, record)
+        if reason is None:
+            self.stage = Stage.STEPPING
+            self.start.may_be_stepped = not job.optimizers
+            reason = engine.step(job.optimizers, gradient, config.max_norm)
+            self._has_stepped = reason is None
+            if reason is not None:
+                reason = guard.explain_skip(self, engine, record, reason, config.on_nonfinite)
         if scaler is not None and reason is not None:
             scaler.update()
         if reason is not None and config.max_norm is not None:
@@ -547,11 +543,9 @@ class Window(Answering, Generic[Batch]):
         self._job.open = None
 
     def _end(self, update: Update | None) -> None:
-        """Tells every extension, even if one raises; calling it twice does no harm."""
+        """Tells every extension that heard of the window's beginning."""
         self.moved = self._at_step = None
-        is_heard = self._is_heard
-        self._is_heard = False
-        # It calls each, the last one first, even if one raises.
+        # In order, and each even if one raises.
         with ExitStack() as stack:
-            for hear in reversed(self._hooks["end"]) if is_heard else ():
+            for hear in reversed(self._hooks["end"]) if self._is_heard else ():
                 stack.callback(hear, self, update)

@@ -167,7 +167,6 @@ class NoiseScale(Extension):
         last = self._last
         if window is not None and window.moved is not None:
             record, gradient = window.moved
-            record.wait()
             last = self._after(record.sums[self.key], gradient.known, window.counts)
         sums: list[float] = last.sums.tolist()
         return sums

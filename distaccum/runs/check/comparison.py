@@ -169,7 +169,7 @@ class Comparison:
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()
-            self.engine.peers.sum(sums)()
+            self.engine.peers.sum(sums)
             once = 1 / self.engine.peers.num_ranks if is_bare else 1.0
             scaler = self._trial.job.scaler
             scale = once if scaler is None else once / scaler.get_scale()
