@@ -179,21 +179,18 @@ class Record:
         self.shows_norm = False
         engine = losses.engine
         self._divisor = engine.divisor
-        self.sums: dict[str, Tensor] = {}  # of the extensions' numbers, by key
         self._losses: Tensor | list[Loss] = []
-        if flags is None and engine.peers.is_alone and not numbers:
+        self.sums: Mapping[str, Tensor] = {}  # of the extensions' numbers, by key
+        if flags is None and engine.peers.is_alone and not numbers:  # tensors would take longer than a small step
             self._losses = losses.totals()
             return
         own = losses.sums()
-        pieces = [own, *(one.to(own) for one in numbers.values())]
-        if flags is not None:
-            pieces.append(sum((flag.to(own).reshape(1) for flag in flags), own.new_zeros(1)))
-        self._losses = self._values = own
-        if len(pieces) > 1:
-            self._values = torch.cat(pieces)
-            self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
-            self.sums = dict(zip(numbers, others, strict=False))
-        engine.peers.sum(self._values)
+        overflows = sum((flag.to(own).reshape(1) for flag in flags or ()), own.new_zeros(1))
+        pieces = [own, *(one.to(own) for one in numbers.values()), overflows]
+        values = torch.cat(pieces)
+        engine.peers.sum(values)
+        self._losses, *others, self._overflows = torch.split(values, [len(one) for one in pieces])
+        self.sums = dict(zip(numbers, others, strict=True))
 
     def losses(self) -> list[float]:
         """The losses by name over all ranks; waits for the device."""
@@ -202,10 +199,9 @@ class Record:
 
     def overflows(self, peers: Peers) -> Tensor:
         """The number of ranks whose gradients overflowed, the same on all."""
-        overflows = self._values[-1]
         if peers.shares_samples:  # one rank's part of a gradient may overflow alone
-            overflows.fill_(peers.largest([float(overflows)], everyone=True)[0])
-        return overflows
+            self._overflows.fill_(peers.largest([float(self._overflows)], everyone=True)[0])
+        return self._overflows[0]
 
 
 def refuse_loss(loss: Any, who: str = "backward() got") -> NoReturn:
