@@ -64,7 +64,7 @@ class Peers:
         self.num_data_ranks = self.num_ranks
         self.is_alone = self.num_ranks == 1
         self.ranks = self.here
-        self._order: list[int] = []  # of the rows that all ranks have gathered
+        self._orders: dict[Groups, list[int]] = {}
         self._served: tuple[Groups, set[str]] = ((), set())
         self._stream: Any = None
 
@@ -108,8 +108,6 @@ class Peers:
 
     def gather_objects(self, value: Any, *, everyone: bool = False) -> list[Any]:
         """Like `gather`, for values of any kind."""
-        if not ((*self.beside, *self.groups) if everyone else self.groups):
-            return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = int(self.largest([len(own)], everyone=everyone)[0])
         rows = self._gathered(pad(own, (0, length - len(own))), everyone)
@@ -117,14 +115,9 @@ class Peers:
 
     def _gathered(self, row: Any, everyone: bool) -> Tensor:
         """The rows of the ranks in order."""
-        if not everyone or not self.beside:
-            groups = self.groups
-            order = self._order_of(groups) if len(groups) > 1 else None
-        else:
-            groups = (*self.beside, *self.groups)
-            order = self._order = self._order or self._order_of(groups)
+        groups = (*self.beside, *self.groups) if everyone else self.groups
         rows = self._rows(row, groups)
-        return rows if order is None else rows[order]
+        return rows if len(groups) < 2 else rows[self._order_of(groups)]
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Rows of all the group's ranks, in order, on the device that they came from; each gives as many."""
@@ -134,8 +127,10 @@ class Peers:
         return joined.to(rows.device)
 
     def _order_of(self, groups: Groups) -> list[int]:
-        ranks: list[int] = self._rows([self.global_rank], groups)[:, 0].argsort().tolist()
-        return ranks
+        """The places of the ranks, in order, among rows that travelled over several groups; asked once."""
+        if groups not in self._orders:
+            self._orders[groups] = self._rows([self.global_rank], groups)[:, 0].argsort().tolist()
+        return self._orders[groups]
 
     def _rows(self, row: Any, groups: Groups) -> Tensor:
         """A row of each rank, all of one length, on the host."""

@@ -50,7 +50,6 @@ class MeshPeers(Peers):
         self.shares_samples = len(sharing[0]) > 1
         self.has_parts = len(parts[0]) > 1
         self.ranks = sorted({rank for ranks in sharing for rank in ranks})
-        self._order = []
 
     def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
         """Declares that only `data_ranks` have samples of their own; the other ranks have parts of the same samples."""
