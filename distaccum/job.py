@@ -46,7 +46,6 @@ class Start:
 
     random: Any = None  # The random numbers as its loop began; None before that.
     position: Any = None  # The loader's, before its micro-batches (state/place.py).
-    may_be_stepped: bool = False  # The caller steps, and may have done so.
 
 
 @final

@@ -226,7 +226,6 @@ class Window(Answering, Generic[Batch]):
                 give_up(self, TAMPERED)
             if not self.is_empty:
                 self._finish()
-            self.start.may_be_stepped = not self._job.steps
             if not self._job.steps:
                 self._job.moves.look(self._job.stepped())
             self.stage = Stage.COMPLETE
@@ -473,7 +472,6 @@ class Window(Answering, Generic[Batch]):
         reason = self._judge(gradient, record)
         if reason is None:
             self.stage = Stage.STEPPING
-            self.start.may_be_stepped = not job.optimizers
             reason = engine.step(job.optimizers, gradient, config.max_norm)
             self._has_stepped = reason is None
             if reason is not None:
@@ -537,7 +535,6 @@ class Window(Answering, Generic[Batch]):
         self.micros = []
         self.substitute = None
         self.at_work = None
-        self.start.may_be_stepped = False
         self._job.open = None
 
     def _end(self, update: Update | None) -> None:

@@ -28,7 +28,9 @@ OF_STATE = "; give what state_dict() gave, of this version"
 def state_dict_of(planner: Planner) -> dict[str, Any]:
     """The state where the next update begins, with this rank's random numbers and its loader's position."""
     job = planner.job
-    if job.start is not None and job.start.may_be_stepped:
+    stage = None if job.open is None or job.start is None else job.open.stage
+    # By the caller, or by an engine that owns the step.
+    if (stage is Stage.COMPLETE and not job.steps) or (stage is Stage.STEPPING and not job.optimizers):
         raise DistaccumError(
             "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
             "been stepped already; take it after window.step()"
