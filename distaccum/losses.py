@@ -56,7 +56,6 @@ class Losses:
         # Without a scaler the first loss of all is looked at. A caller who steps may have a scaler of his own.
         self._looks = job.steps and "scale" not in job.once.keys
         self._scales = job.scales_seeds  # otherwise an adapter's backward multiplies by the scaler's scale
-        self._shares: dict[Counts, float] = {}  # where there is one loss
         self._given: set[str] = set()  # names that had a loss in this micro-batch
         self._terms: list[tuple[int, int, float, Loss]] = []  # micro-batch, name, share, loss
 
@@ -65,10 +64,7 @@ class Losses:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns the losses of `micro` (None: of a stand-in, whose share is 0) and their seeds for a backward."""
         if not named and not self.has_several:
-            share = self._shares.get(counts)
-            if share is None:
-                share = self._shares[counts] = self._share(0, counts) or 0.0
-            weighed, seed = self._weigh(micro, 0, loss, share)
+            weighed, seed = self._weigh(micro, 0, loss, self._share(0, counts) or 0.0)
             return (weighed,), (seed,)
         given = self._by_name(loss, named)
         self._given.update(given)
