@@ -300,7 +300,7 @@ class Accumulator(Answering):
 
         Raises:
             TypeError, ValueError: Not such a state, or it has a scaler and the Accumulator has none (or the reverse).
-            DistaccumError: A window is open, or this rank's part, with a loader's position, is missing.
+            DistaccumError: A window is in its loop, or this rank's part, with a loader's position, is missing.
         """
         load_state(state, self._planner)
 
