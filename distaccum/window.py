@@ -535,7 +535,8 @@ class Window(Answering, Generic[Batch]):
         self.micros = []
         self.substitute = None
         self.at_work = None
-        self._job.open = None
+        if self._job.open is self:
+            self._job.open = None
 
     def _end(self, update: Update | None) -> None:
         """Tells every extension that heard of the window's beginning."""
