@@ -74,6 +74,14 @@ def reduction_of(given: dict[str, Any]) -> str:
     return str(given.get("reduction", "mean"))
 
 
+def is_over_pairs(name: str, given: dict[str, Any]) -> Any:
+    """True, left on its device, for scores of a batch's rows among each other: row i has the target i."""
+    target = given.get("target")
+    if name != "cross_entropy" or target.ndim != 1 or len(target) < 3 or given["input"].shape != 2 * target.shape:
+        return False
+    return (target == torch.arange(len(target), device=target.device)).all()
+
+
 def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
     """The number of tokens or elements that its mean divides by, left on its device, and the number of rows.
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .criterions import count_of, reduction_of
+from .criterions import count_of, is_over_pairs, reduction_of
 from .ledger import quietly
 from .lines import where
 from .private import source_of
@@ -50,6 +50,7 @@ class Heard:
         term = dict.fromkeys(("divisors", "seed", "low"))
         term |= {"site": [line, name, inner], "went": False, "eps": torch.finfo(loss.dtype).eps}
         term |= {"reduction": reduction_of(given), "count": count, "rows": rows, "batch": self.batch}
+        term["pairs"] = is_over_pairs(name, given)
         self.calls.append(term)
         node: Any = loss.grad_fn
         node.metadata[self.key] = term

@@ -31,6 +31,9 @@ def weigh(run: Run) -> Iterator[Finding]:
         text = f"weights in {unknown.where}, whose loss is wholly or in part the script's own"
         yield Finding(UNJUDGED, "", text)
     for criterion in known:
+        if criterion.common > 1 and all(part.term.get("pairs") for part in criterion.parts):
+            text = "a loss over the pairs of a micro-batch, of which no window equals one big batch; contrast() does"
+            yield Finding(NOTE, criterion.where, text)
         yield from _judge_units(criterion)
         findings = [*_judge_level(criterion, known)]
         yield from findings

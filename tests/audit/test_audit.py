@@ -479,6 +479,18 @@ def test_target_without_a_batch_is_heard():
     loop(backward, [2] * 4).assert_right()
 
 
+@pytest.mark.parametrize("num", [1, 4])
+def test_loss_over_pairs_of_micro_batches_is_noted(num):
+    """Rows of a batch are each other's negatives, so that windows of one batch alone are right."""
+
+    def backward(model, *_):
+        images, texts = model(torch.randn(6, 8)), model(torch.randn(6, 8))
+        (cross_entropy(images @ texts.T, torch.arange(6)) / num).backward()
+
+    report = loop(backward, [num] * 4)
+    assert report.status == 0 and ["contrast() does" in note for note in report.notes] == [True] * (num > 1)
+
+
 @pytest.mark.parametrize("loss", [mean, own])
 def test_branches_for_the_last_micro_batch_are_one_criterion(loss):
     def branches(divisor):
