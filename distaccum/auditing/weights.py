@@ -200,7 +200,7 @@ def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[
         text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
         divides = any(how == "div" and by and not by % 1 for part in criterion.parts for how, by in part.path or ())
         is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (criterion.common, run.num_ranks))
-        yield Finding(UNJUDGED if divides or is_like else NOTE, criterion.where, text)
+        yield Finding(UNJUDGED if criterion.is_own or divides or is_like else NOTE, criterion.where, text)
 
 
 def _is_mean(criterion: Criterion, rules: Iterable[tuple[str, bool]]) -> bool:
