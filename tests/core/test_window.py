@@ -306,11 +306,10 @@ def test_finished_micro_batches_and_losses_are_freed():
 def test_copy_of_an_accumulator_or_a_window_names_the_cure():
     model, _, accumulator = make(max_norm=math.inf, extensions=[NoiseScale()])
     window = accumulator.window(BATCHES)
+    said = r"copying or pickling an Accumulator, which .*load_state_dict\(acc"
     for batch in window:
         for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-            with pytest.raises(
-                DistaccumError, match=r"copying or pickling an Accumulator, which .*load_state_dict\(acc"
-            ):
+            with pytest.raises(DistaccumError, match=said):
                 copied(accumulator)
         window.backward(loss_of(model, batch))
         with pytest.raises(DistaccumError, match="copying or pickling a Window"):
