@@ -178,6 +178,12 @@ class Job:
                 "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
                 "schedule yourself, or pass the optimizer"
             )
+        for optimizer, owned in zip(self.optimizers, self.groups, strict=False) if self.scaler is not None else ():
+            if len({hasattr(p, "to_local") for p in owned}) > 1:
+                raise ValueError(
+                    f"scaler with a {type(optimizer).__name__} that holds sharded and plain parameters, which a "
+                    "GradScaler cannot unscale together; make an optimizer for each kind and pass both"
+                )
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
         own = {*map(id, self._models_parameters)}
