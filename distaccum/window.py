@@ -501,7 +501,7 @@ class Window(Answering, Generic[Batch]):
         return next((why for judge in self._hooks["judge"] if (why := judge(self, gradient)) is not None), None)
 
     def move_on(self, *, is_skip: bool = False) -> None:
-        """Makes the next update the one at which a job resumes; does so once."""
+        """Makes the next update the one at which a job resumes, once; after a skip (`is_skip`) no schedule is due."""
         job = self._job
         if not is_skip and job.index == self.index:
             job.due = list(job.schedulers)
