@@ -76,7 +76,7 @@ def reduction_of(given: dict[str, Any]) -> str:
 
 def is_over_pairs(name: str, given: dict[str, Any]) -> Any:
     """True, left on its device, for scores of a batch's rows among each other: row i has the target i."""
-    target = given.get("target")
+    target: Any = given.get("target")
     if name != "cross_entropy" or target.ndim != 1 or len(target) < 3 or given["input"].shape != 2 * target.shape:
         return False
     return (target == torch.arange(len(target), device=target.device)).all()
