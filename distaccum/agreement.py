@@ -107,9 +107,10 @@ def _subjects(job: Job) -> Subjects:
     """The options, which are those of all ranks, and what a data-parallel group trains: how, from which weights."""
     engine, config = job.engine, job.config
     options: Values = {
-        **{name: _kind(getattr(config, name)) for name in ("steps", "batch_size", "max_norm", "sync", "on_nonfinite")},
+        **{name: _kind(getattr(config, name)) for name in ("steps", "batch_size", "sync", "on_nonfinite")},
         # Ranks with less memory may cut smaller.
         "micro_batch_size": type(config.micro_batch_size).__name__,
+        "max_norm": None if config.max_norm is None else float(config.max_norm),
         "reduction": dict(config.reductions),
         "count": {name: _kind(count) for name, count in config.counts.items()},
         "scaler": _kind(job.scaler),

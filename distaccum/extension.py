@@ -15,7 +15,7 @@ from .window import Window
 
 EVENTS = "begin", "before_backward", "after_backward", "finishing", "numbers", "judge", "end"
 # The keys of a state, besides those of extensions.
-KEYS = frozenset({"index", "due", "fit", "scaler", "ranks"})
+KEYS = frozenset({"index", "skipped", "due", "fit", "scaler", "ranks"})
 
 
 class Extension:

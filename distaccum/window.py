@@ -409,6 +409,7 @@ class Window(Answering, Generic[Batch]):
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
         job = self._job
+        skipped = self._job.skipped
         if job.schedulers:
             job.watch_schedules()
         if job.steps and any(all(one.grad is None for one in group) for group in self._final):
@@ -418,7 +419,7 @@ class Window(Answering, Generic[Batch]):
             is_skip = reason not in (None, STILL)
             if not is_skip and self._engine.lockstep:
                 job.substitute = self.substitute
-            self.move_on(is_skip=is_skip)
+            self.move_on(skipped + 1 if is_skip else 0)
             if reason is STILL:
                 job.due.clear()
                 job.once("still", f"{STILL}: {MOVES}")
@@ -430,6 +431,7 @@ class Window(Answering, Generic[Batch]):
         except BaseException as error:
             if not self._has_stepped:
                 job.index = self.index
+                job.skipped = skipped
                 job.start = self.start
                 job.due.clear()
                 self.discard()  # the gradient may be half unscaled or half clipped
@@ -445,7 +447,6 @@ class Window(Answering, Generic[Batch]):
         seconds = time.perf_counter() - self._started
         update = Update(self.index, self.counts, self._num_own, reason is None, reason, seconds, {}, record)
         self._end(update)
-        job.skipped = job.skipped + 1 if is_skip else 0
         if job.skipped >= MOST_SKIPS:
             job.skipped = 0
             raise DistaccumError(
@@ -500,14 +501,15 @@ class Window(Answering, Generic[Batch]):
             return guard.judge(self, engine, "gradient", on_nonfinite)
         return next((why for judge in self._hooks["judge"] if (why := judge(self, gradient)) is not None), None)
 
-    def move_on(self, *, is_skip: bool = False) -> None:
-        """Makes the next update the one at which a job resumes, once; after a skip (`is_skip`) no schedule is due."""
+    def move_on(self, skipped: int = 0) -> None:
+        """Makes the next update the one at which a job resumes, after `skipped` updates in a row; does so once."""
         job = self._job
-        if not is_skip and job.index == self.index:
+        if not skipped and job.index == self.index:
             job.due = list(job.schedulers)
             if job.scaler is not None and job.optimizers:
                 job.scaler.update()
         job.index = self.index + 1
+        job.skipped = skipped
         job.start = None
         self.moved = self._at_step
 

@@ -42,6 +42,7 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
     }
     return {
         "index": job.index,
+        "skipped": job.skipped,
         "due": len(job.due),
         "fit": fit_of(job).state(),
         **{extension.key: extension.state() for extension in job.extensions if extension.key},
@@ -65,8 +66,8 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     if (scaler is None) != (job.scaler is None):
         has, wants = ("no", "one") if scaler is None else ("a", "none")
         raise ValueError(f"the state holds {has} scaler and this accumulator has {wants}; give both the same")
-    names = "index", "due", "ranks"
-    index, due, ranks = (whole_number(name, state[name], OF_STATE, 0) for name in names)
+    names = "index", "skipped", "due", "ranks"
+    index, skipped, due, ranks = (whole_number(name, state[name], OF_STATE, 0) for name in names)
     for name in ("fit", "scaler"):
         if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
             raise ValueError(f"the state has {name}={state[name]!r}, expected a dict{OF_STATE}")
@@ -91,6 +92,7 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     job.random.resume(part["random"], is_between=part["is_between"])
     planner.place.load(part["loader"])
     job.index = index
+    job.skipped = skipped
     job.start = None
     job.fit = learned
     if job.scaler is not None:

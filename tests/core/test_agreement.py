@@ -28,7 +28,7 @@ class Quiet(Extension):
 OPTIONS = {
     "steps (rank 0: 2; rank 1: 3)": {"steps": (2, 3)},
     "steps (rank 0: 2; rank 1: function)": {"steps": (2, lambda index: 2)},
-    "max_norm (rank 0: 1; rank 1: None)": {"max_norm": (1, None)},
+    "max_norm (rank 0: 1.0; rank 1: None)": {"max_norm": (1, None)},
     "sync (rank 0: last; rank 1: every)": {"sync": ("last", "every")},
     "on_nonfinite (rank 0: skip; rank 1: raise)": {"on_nonfinite": ("skip", "raise")},
     "reduction (rank 0: {'samples': 'mean'}; rank 1: {'samples': 'sum'})": {"reduction": ("mean", "sum")},

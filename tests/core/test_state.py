@@ -200,7 +200,7 @@ def measured() -> Accumulator:
 
 def a_state(**change: Any) -> dict[str, Any]:
     fit = {"size": 32, "good": 0, "too_large": 64, "since": 0, "wait": 16}  # 64 samples ran out of memory
-    state = {**measured().state_dict(), "fit": fit, "index": 7, "noise": [1.0, 2.0, 3.0], **change}
+    state = {**measured().state_dict(), "fit": fit, "index": 7, "skipped": 3, "noise": [1.0, 2.0, 3.0], **change}
     return {name: value for name, value in state.items() if value is not KeyError}
 
 
@@ -210,7 +210,7 @@ FIT = {"size": 4, "good": 2, "too_large": 8, "since": 0, "wait": 16}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"due": KeyError}, "has no due; give what"),
+        ({"skipped": KeyError}, "has no skipped; give what"),
         ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
         ({"fit": None}, "fit=None, expected a dict"),
         ({"fit": {**FIT, "size": 0}}, "size=0, expected a whole number of at least 1"),

@@ -10,22 +10,22 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2705),
+    CORE: (2200, 2708),
     "loader.py": (190, 269),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
     "engines": (800, 800),
     "wrappers": (520, 560),
     "meshes": (330, 400),
-    "state": (210, 226),
+    "state": (210, 228),
     "runs": (680, 795),
     "trainers": (300, 395),
     "tools": (320, 360),
     "extensions": (200, 207),
     "feeding": (70, 70),
-    "the library": (5600, 6517),
+    "the library": (5600, 6522),
     "auditing": (1500, 1699),
-    "tests": (9300, 9694),
+    "tests": (9300, 9696),
     "tests/audit": (1200, 1200),
     "launch": (3500, 3500),
 }
