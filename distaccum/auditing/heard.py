@@ -17,6 +17,7 @@ from .lines import where
 from .private import source_of
 from .trained import KEPT, Backward
 
+PRINTED = 1 << 12  # about so many numbers of a target make its print
 _numbers = itertools.count()
 
 
@@ -50,7 +51,7 @@ class Heard:
         term = dict.fromkeys(("divisors", "seed", "low"))
         term |= {"site": [line, name, inner], "went": False, "eps": torch.finfo(loss.dtype).eps}
         term |= {"reduction": reduction_of(given), "count": count, "rows": rows, "batch": self.batch}
-        term["pairs"] = is_over_pairs(name, given)
+        term |= {"pairs": is_over_pairs(name, given), "print": print_of(given.get("target", given.get("targets")))}
         self.calls.append(term)
         node: Any = loss.grad_fn
         node.metadata[self.key] = term
@@ -88,3 +89,13 @@ class Heard:
                 unused[site] = (skipped + bool(loader), unknown + (not loader))
         self.calls.clear()
         return unused
+
+
+@torch.no_grad()
+def print_of(target: Any) -> Tensor | None:
+    """A number that differs between targets; 0 if all of its elements are equal."""
+    if not isinstance(target, Tensor) or not target.ndim:
+        return None
+    some = 1.0 * target.flatten()[:: 1 + target.numel() // PRINTED]
+    # Cosines, since whole numbers as weights give few classes equal sums.
+    return ((some - some[:1]) * torch.arange(len(some), device=target.device, dtype=torch.float32).cos()).sum()

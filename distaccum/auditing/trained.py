@@ -37,7 +37,7 @@ class Backward:
 
     def as_dict(self) -> dict[str, Any]:
         for term in self.terms:
-            for key in ("seed", "low", "count", "pairs"):
+            for key in ("seed", "low", "count", "pairs", "print"):
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
                 term["divisors"] = [_plain(*step) for step in term["divisors"]]

@@ -58,6 +58,7 @@ class Watch:
         self.trained: list[Trained] = []  # also those whose optimizer is gone
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.norms = dict[str, None]()  # names of batch normalisation in training mode
+        self.recurs = False  # a model goes through steps in time
         self._was_training: dict[tuple[str, int], bool] = {}  # of each model at the first backward of a line
         self.schedules: dict[int, dict[str, Any]] = {}  # by id
         self.heard = Heard()
@@ -160,6 +161,7 @@ class Watch:
                 has_left |= self._was_training[key] and not root.training
                 continue
             self._was_training[key] = root.training
+            self.recurs |= any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in root.modules())
             self.norms |= {name or type(norm).__name__: None for name, norm in batchnorms(root) if norm.training}
             if not root.training and any(isinstance(module, nn.Dropout) and module.p for module in root.modules()):
                 self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
@@ -352,6 +354,7 @@ class Watch:
             "schedules": {key: known for key, known in self.schedules.items() if known},
             "is_cut": self.is_over,
             "made": self._num,
+            "recurs": self.recurs,
             "rest": {each.place: [] if self.most else each.rest() for each in self.trained},
         }
 

@@ -245,9 +245,17 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
 
 
 def _shows_samples(criterion: Criterion) -> bool:
-    """True if a loader gives a batch for each backward: no views of one, nor its real and its fake samples."""
+    """True if backwards are of different samples: no views of one batch, nor its real and its fake samples.
+
+    A loader gives a batch for each, or their targets differ and no model goes through the steps in time of a batch.
+    """
     numbers = [of_update[-1].batch[1] for of_update in criterion.updates.values()]
-    return statistics.median([then - now for now, then in pairwise(numbers)] or [0]) >= criterion.common
+    if statistics.median([then - now for now, then in pairwise(numbers)] or [0]) >= criterion.common:
+        return True
+    prints = [[part.term["print"] for part in criterion.updates[index]] for index in criterion.usual]
+    # Targets of a few classes are alike now and then.
+    apart = [of_update for of_update in prints if all(of_update) and 2 * len({*of_update}) > len(of_update)]
+    return 2 * len(apart) > len(prints) and not criterion.run.seen[0]["recurs"]
 
 
 def _undivided(criterion: Criterion) -> Finding | None:
