@@ -36,7 +36,9 @@ def _wide(device: torch.device) -> torch.dtype:
 
 def stacked(losses: Sequence[Loss], device: torch.device) -> Tensor:
     """Losses in one tensor on this device."""
-    return torch.stack([torch.as_tensor(loss, dtype=_wide(device), device=device) for loss in losses])
+    wide = _wide(device)
+    own = [torch.as_tensor(loss, dtype=getattr(loss, "dtype", wide), device=device) for loss in losses]
+    return torch.stack(own).to(wide)
 
 
 @final
@@ -57,7 +59,7 @@ class Losses:
         self._looks = job.steps and "scale" not in job.once.keys
         self._scales = job.scales_seeds  # otherwise an adapter's backward multiplies by the scaler's scale
         self._given: set[str] = set()  # names that had a loss in this micro-batch
-        self._terms: list[tuple[int, int, float, Loss]] = []  # micro-batch, name, share, loss
+        self._terms: list[tuple[int, int, Loss]] = []  # micro-batch, name, loss times share
 
     def weigh(
         self, counts: Counts, micro: Micro | None, loss: Tensor | None, named: Mapping[str, Tensor | None]
@@ -129,10 +131,9 @@ class Losses:
                 )
             loss = loss.float()
         if share and micro is not None:
-            # A copy: the caller may change the loss in place, or in a hook.
+            # A product is a copy too: the caller may change the loss in place, or in a hook.
             is_here = type(loss) is Tensor and loss.is_cpu
-            own: Loss = number_of(loss) if is_here else loss.detach().to(_wide(loss.device), copy=True)
-            self._terms.append((micro.number, name, share, own))
+            self._terms.append((micro.number, name, share * (number_of(loss) if is_here else loss.detach())))
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
@@ -146,10 +147,9 @@ class Losses:
 
     def totals(self) -> list[Loss]:
         """This rank's weighted losses by name; plain numbers if they are on the host."""
-        totals: list[Loss] = [0.0] * len(self._names)
-        for _, name, share, loss in self._terms:
-            totals[name] = totals[name] + share * loss
-        return totals
+        by_name = [[loss for _, name, loss in self._terms if name == i] for i in range(len(self._names))]
+        are_here = not any(isinstance(loss, Tensor) for _, _, loss in self._terms)
+        return [sum(losses) if are_here or not losses else stacked(losses, self.device).sum() for losses in by_name]
 
     def sums(self) -> Tensor:
         """This rank's totals in one tensor, which the ranks add up for the record."""
@@ -159,7 +159,7 @@ class Losses:
         """The number of the first micro-batch whose loss is not finite, and that loss."""
         if not self._terms:
             return None
-        read = stacked([loss for _, _, _, loss in self._terms], self.device).tolist()  # waits for the device once
+        read = stacked([loss for _, _, loss in self._terms], self.device).tolist()  # waits for the device once
         bad = [(term[0], loss) for term, loss in zip(self._terms, read, strict=True) if not math.isfinite(loss)]
         return min(bad, key=itemgetter(0), default=None)
 
