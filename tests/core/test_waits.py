@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum import Accumulator, Update, Window, count_samples
 from distaccum.extensions import NoiseScale, WideSums
@@ -82,3 +83,31 @@ def test_counting_sees_host_reads():
         torch.ones(()).item()
         bool(torch.ones(()))
     assert sum(count.host_reads.values()) == 2
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, each of which launches a kernel on a device, or makes a view."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(num: int, *, by_hand: bool) -> int:
+    model, accumulator = accumulating(nn.Linear(3, 2, device="meta"), 0.1, steps=num, on_nonfinite="ignore")
+    micro_batches = [torch.randn(2, 3, device="meta") for _ in range(num)]
+    window = accumulator.window(micro_batches)
+    with Operations() as count:
+        for inputs in micro_batches if by_hand else window:
+            loss = loss_of(model, inputs)
+            (loss / num).backward() if by_hand else window.backward(loss)
+        if not by_hand:
+            window.step()
+    return count.num
+
+
+def test_micro_step_on_a_device_launches_no_more_kernels_than_one_that_divides_by_hand():
+    ours, hand = (operations_of(8, by_hand=kind) - operations_of(4, by_hand=kind) for kind in (False, True))
+    assert ours <= hand
