@@ -87,27 +87,22 @@ def plain(job: Job) -> None:
     Training().run()
 
 
-def group_of_rank_0_first(job: Job) -> None:
+def groups_of_the_caller(job: Job) -> None:
+    """Of rank 0 alone, between windows, and without rank 0; some are destroyed, and others take their place."""
     job.join()
     dist.new_group([0])  # for a rank that alone writes checkpoints
-    Training().run()
-
-
-def group_that_rank_0_does_not_know(job: Job) -> None:
-    job.join()
-    if job.rank:
-        dist.new_group([*range(1, job.num)], use_local_synchronization=True)
-    Training().run()
-
-
-def groups_between_windows_and_after(job: Job) -> None:
-    job.join()
-    training = Training()
-    for i, _ in enumerate(training.epoch()):
+    ended = [dist.new_group(), dist.new_group()]
+    first = Training()
+    for i, _ in enumerate(first.epoch()):
         dist.new_group([i % job.num])
         dist.barrier(dist.new_group())
-    training.run()
+    for group in ended:
+        dist.destroy_process_group(group)
     Training(dist.new_group()).run()
+    if job.rank:
+        dist.new_group([*range(1, job.num)], use_local_synchronization=True)  # rank 0 knows none of it
+    first.run()
+    Training().run()
 
 
 def gan(job: Job) -> None:
@@ -121,19 +116,12 @@ def gan(job: Job) -> None:
 
 
 def teachers(job: Job) -> None:
-    """Two teachers on two ranks each, one after the other, and a student on all."""
-    job.join()
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    student = Training()
-    Training(groups[job.rank // 2]).run()
-    student.run()
-
-
-def mesh_first(job: Job) -> None:
+    """Two teachers on two ranks of a mesh each, and a student on all."""
     job.join()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    Training().run()
+    student = Training()
     Training(mesh["columns"].get_group()).run()
+    student.run()
 
 
 def jobs_in_one_process(job: Job) -> None:
@@ -141,18 +129,6 @@ def jobs_in_one_process(job: Job) -> None:
         job.join(generation)
         Training().run()
         dist.destroy_process_group()
-
-
-def groups_destroyed_and_made_again(job: Job) -> None:
-    job.join()
-    own = [dist.new_group(), dist.new_group()]
-    first = Training()
-    first.run()
-    for group in own:
-        dist.destroy_process_group(group)
-    second = Training(dist.new_group())
-    second.run()
-    first.run()
 
 
 def lost_rank(job: Job) -> None:
@@ -229,14 +205,10 @@ def backends_by_device(job: Job) -> None:
 
 WORLDS: list[tuple[int, Callable[[Job], None]]] = [
     *((num, plain) for num in (9, 12, 16)),
-    (2, group_of_rank_0_first),
-    (3, group_that_rank_0_does_not_know),
-    (3, groups_between_windows_and_after),
+    (3, groups_of_the_caller),
     (3, gan),
     (4, teachers),
-    (4, mesh_first),
     (2, jobs_in_one_process),
-    (2, groups_destroyed_and_made_again),
     (9, lost_rank),
     (3, survivor_meets_a_new_rank),
     (2, children_that_exit),
