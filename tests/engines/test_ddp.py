@@ -19,7 +19,7 @@ from tests.support.inside import storages_kept
 from tests.support.oracle import choices, choices_off, everything, loss_of_choice, own, step_off
 from tests.support.problems import Choosing, make_batch, make_net, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, loss_of, refused, run_window, weights
+from tests.support.windows import accumulating, loss_of, refused, weights
 
 # Common ways to wrap a model: each must be exact and reduce once.
 
@@ -89,8 +89,7 @@ def reductions(collectives, num_elements):
 @on_ranks(2)
 def test_wrappings_of_ddp_are_exact_with_uneven_and_dry_ranks(name, sync):
     make, wrap = WRAPPINGS[name]
-    model = wrap(make())
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), sync=sync, batchnorm="ignore")
+    model, accumulator = accumulating(wrap(make()), 1.0, sync=sync, batchnorm="ignore")
     reduces_alone = name in ("plain", "gradient_as_bucket_view", "buffers", "checkpoint", "allreduce_hook")
     for index, layout in enumerate(UNEVEN):
         sent: list[list[tuple[str, int]]] = []  # in the plan, in each forward and backward, and after them
@@ -129,12 +128,15 @@ def assert_reduced_once(layout, index, plan, *steps):
 
 
 @on_ranks(2)
-def test_loop_over_a_loader_sends_the_reduction_alone_and_a_step_one_small_collective():
+def test_loop_over_a_loader_in_parts_sends_one_reduction_and_a_step_one_small_collective():
     ddp, accumulator = accumulating(DistributedDataParallel(trunk()), steps=4)
     for window in accumulator.windows([make_batch(2, seed=i) for i in range(8)]):
         with Counting() as count:
-            run_window(window, ddp)
+            for batch in window:
+                for share in window.parts([0.25, 0.75]):
+                    window.backward(share * loss_of(ddp, batch))
         assert [kind for kind, _ in count.collectives if kind != "broadcast_"] == ["allreduce_"]
+        assert not count.host_reads
         with Counting() as count:
             window.step().loss  # noqa: B018
         assert not count.host_reads, "the flag of on_nonfinite is on the host"
@@ -146,8 +148,8 @@ def test_loop_over_a_loader_sends_the_reduction_alone_and_a_step_one_small_colle
 def test_rebuilt_buckets_leave_no_old_ones_behind():
     """The storages kept in mid-window that hold no gradient; DDP rebuilds its buckets in the second window."""
     net = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4))).double()
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.02)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02}
+    ddp, accumulator = accumulating(DistributedDataParallel(net, **options), steps=4)
     counted, layouts = [], []
     for window in accumulator.windows([torch.ones(1, 40).double()] * 12):
         for i, x in enumerate(window):
@@ -182,8 +184,8 @@ def test_parameter_left_out_of_the_last_backward_is_named():
 @on_ranks(2)
 def test_parameters_that_some_or_no_micro_batches_use_are_exact(after, view):
     """DDP remembers which parameters took part until it reduces, and would fail on a missing gradient."""
-    ddp = DistributedDataParallel(Choosing(), find_unused_parameters=True, gradient_as_bucket_view=view)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    ddp, accumulator = accumulating(DistributedDataParallel(Choosing(), **options), 0.1)
     if after == "left":
         for item in (window := accumulator.window(choices(EVERYWHERE)[dist.get_rank()])):
             window.backward(loss_of_choice(ddp, item))
@@ -200,6 +202,7 @@ REFUSED = {
     "thawed late": "0.0.weight is not frozen as it was when DDP wrapped the model",
     "in backward": "steps inside backward",
     "in its hook": "steps inside backward",
+    "its group": "over a ProcessGroup, which torch.distributed does not know, as in torchft",
 }
 
 
@@ -218,6 +221,8 @@ def test_models_that_cannot_accumulate_are_refused():
             zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True)
             with patch.object(dist, "get_backend", lambda *_: "nccl"):  # torch refuses to make it for gloo
                 ddp.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, ddp, zero))
+        if what == "its group":
+            ddp.process_group = dist.ProcessGroup(0, 1)
         if what == "frozen early":
             module[0][0].weight.requires_grad_(False)
         if "late" not in what:
@@ -227,35 +232,3 @@ def test_models_that_cannot_accumulate_are_refused():
         module[0][0].weight.requires_grad_(what == "thawed late")
         found[what] = refused(accumulator.window, [make_batch(2, seed=0)])
     assert {what: said for what, said in found.items() if REFUSED[what] not in said} == {}
-
-
-class Managed(dist.ProcessGroup):
-    """A group of one rank that torch.distributed does not know, as torchft gives to its DDP."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def allgather(self, gathered, given, options=None):
-        gathered[0][0].copy_(given[0])
-        return Ended()
-
-    def broadcast(self, tensors, options=None):
-        return Ended()
-
-    def size(self):
-        return 1
-
-    def getBackendName(self):  # noqa: N802  # torch's name
-        return "managed"
-
-
-class Ended(dist.Work):
-    def wait(self, timeout=None):
-        return True
-
-
-def test_group_that_torch_does_not_know_is_refused_by_name():
-    ddp = DistributedDataParallel(nn.Linear(3, 1), process_group=Managed())
-    said = refused(Accumulator, ddp, SGD(ddp.parameters(), lr=0.1))
-    assert "DDP reduces over a Managed, which torch.distributed does not know, as in torchft" in said
-    assert "give DDP a group of torch.distributed" in said

@@ -13,11 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from tests.support.counting import Counting
 from tests.support.oracle import choices, everything, gradients_off, own
 from tests.support.problems import Choosing, make_batch, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, error, gradient, gradient_of, loss_of, refused, run_window, warned
+from tests.support.windows import (
+    accumulating,
+    error,
+    gradient,
+    gradient_of,
+    loss_of,
+    refused,
+    run_window,
+    set_weights,
+    warned,
+    weights,
+)
 
 LAYOUT = [[2, 3], [1, 4, 2]]
 
@@ -36,20 +46,6 @@ def test_compiled_models_are_exact_and_reduce_once(how):
     collectives = group._get_sequence_number_for_group() - before
     assert max(wrongs) <= 1e-12
     assert collectives == 2, "the plan, and one reduction for five micro-steps"
-
-
-@on_ranks(2)
-def test_parts_of_a_model_are_exact_and_reduce_once():
-    ddp, accumulator = accumulating(DistributedDataParallel(trunk()))
-    for index in range(3):
-        window = accumulator.window(own(LAYOUT, index))
-        with Counting() as count:
-            for batch in window:
-                for share in window.parts([0.25, 0.75]):
-                    window.backward(share * loss_of(ddp, batch))
-        assert [name for name, _ in count.collectives].count("allreduce_") == 1
-        assert error(gradient(ddp), gradient_of(trunk(), everything(LAYOUT, index))) <= 1e-12
-        window.step()
 
 
 @on_ranks(2)
@@ -157,22 +153,35 @@ def test_parameter_added_after_wrapping_is_averaged(options):
     assert error(gradient(net), exact) <= 1e-12
 
 
-@pytest.mark.parametrize("users", [[0, 1], [1]], ids=str)
+@pytest.mark.parametrize(
+    ("users", "is_searched", "turns"),
+    [
+        *((users, False, [[["012", "012"]] * 2]) for users in ([0, 1], [1])),
+        ([0, 1], True, [[["0", ""], ["1", "01"]], [["01", "1"], ["", ""]]]),
+    ],
+    ids=str,
+)
 @on_ranks(2)
-def test_parameter_used_by_the_loss_alone_is_reduced(users):
-    rank = dist.get_rank()
-    net, scale = nn.Linear(3, 1).double(), nn.Parameter(torch.ones(3, dtype=torch.float64))
-    whole, wanted = copy.deepcopy(net), scale.detach().clone().requires_grad_()
-    ddp = DistributedDataParallel(net)
-    scale.requires_grad_(rank in users)
+def test_parameter_used_by_the_loss_alone_is_reduced(users, is_searched, turns):
+    """Also by a rank whose last micro-batch uses no parameter of DDP."""
+    ddp = DistributedDataParallel(Choosing(), find_unused_parameters=is_searched)
+    plain, scale = Choosing(), nn.Parameter(torch.ones(5, dtype=torch.float64))
+    scale.requires_grad_(dist.get_rank() in users)
     accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.1))
-    window = run_window(accumulator.window(inputs(2, rank)), lambda x: ddp(x) * scale)
-    for r in range(2):
-        factor = wanted if r in users else wanted.detach()
-        (whole(torch.cat(inputs(2, r))) * factor).square().mean().div(2).backward()
-    errors = [error(net.weight.grad, whole.weight.grad), error(scale.grad, wanted.grad)]
-    window.step()
-    assert max(*errors, spread(scale.detach())) <= 1e-12
+    for uses in turns:
+        wanted, batches = scale.detach().clone().requires_grad_(), choices(uses)
+        set_weights(plain, weights(ddp))
+        plain.zero_grad()
+        window = accumulator.window(batches[dist.get_rank()])
+        for batch, used in window:
+            window.backward((ddp(batch["x"], used) * scale).square().mean())
+        for r, of_rank in enumerate(batches):
+            for batch, used in of_rank:
+                factor = wanted if r in users else wanted.detach()
+                ((plain(batch["x"], used) * factor).square().mean() / 4).backward()
+        errors = [error(gradient(ddp), gradient(plain)), error(scale.grad, wanted.grad)]
+        window.step()
+        assert max(*errors, spread(scale.detach())) <= 1e-12, uses
 
 
 @on_ranks(2)
@@ -209,22 +218,6 @@ def test_steps_by_hand_know_nothing_of_the_parameters_that_a_left_window_used():
     window.discard()
     ddp(batch["x"], "0").square().mean().backward()
     assert [layer.weight.grad is None for layer in ddp.module.layers] == [False, True, True]
-
-
-@on_ranks(2)
-def test_rank_whose_last_micro_batch_uses_no_parameter_of_ddp_reduces_too():
-    ddp = DistributedDataParallel(Choosing(), find_unused_parameters=True)
-    plain, scale = copy.deepcopy(ddp.module), nn.Parameter(torch.ones(5, dtype=torch.float64))
-    accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.0))
-    for uses in ([["0", ""], ["1", "01"]], [["01", "1"], ["", ""]]):
-        batches = choices(uses)
-        window, everyone = accumulator.window(batches[dist.get_rank()]), batches[0] + batches[1]
-        for batch, used in window:
-            window.backward((ddp(batch["x"], used) * scale).square().mean())
-        plain.zero_grad()
-        sum((plain(batch["x"], used) * scale).square().mean() / 4 for batch, used in everyone).backward()
-        assert error(gradient(ddp), gradient(plain)) <= 1e-12, uses
-        window.step()
 
 
 def copied(what: Any) -> list[Any]:
