@@ -1,11 +1,11 @@
 """Accumulators leave nothing behind when they are deleted: no hooks of models and optimizers, and no open files."""
 
-import gc
 import linecache
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from distaccum.extensions import WideSums
 from tests.support.engines import KINDS
 from tests.support.problems import make_net_without_router, micro_batches_of
 from tests.support.ranks import on_ranks
-from tests.support.windows import run_window
+from tests.support.windows import freed_by_counts, run_window
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -55,19 +55,21 @@ def num_files() -> int:
 def test_twenty_accumulators_leave_no_hook_and_no_file(kind, world, options):
     model, optimizer = KINDS[kind].wrap(make_net_without_router().float(), 0.1)
     before, most, files = num_hooks(model, optimizer), 0, []
-    gc.disable()  # reference counts must suffice: a collection might run while torch iterates over its hooks
-    for _ in range(20):
-        accumulator = Accumulator(model, optimizer, steps=2, **options)
-        for window in accumulator.windows(micro_batches_of([[2, 1]], 0, 0, torch.float32)):
-            run_window(window, model)
-            most = max(most, num_hooks(model, optimizer))  # an engine may guard steps in windows alone
-            window.step()
-        files.append(num_files())
-        del accumulator, window
-    gc.enable()
-    assert files[-1] == files[0]
-    assert most > before, "the accumulators must add hooks, or this test shows nothing"
-    assert num_hooks(model, optimizer) == before
+    with freed_by_counts():  # a collection might run while torch iterates over its hooks
+        for _ in range(20):
+            accumulator = Accumulator(model, optimizer, steps=2, **options)
+            for window in accumulator.windows(micro_batches_of([[2, 1]], 0, 0, torch.float32)):
+                run_window(window, model)
+                most = max(most, num_hooks(model, optimizer))  # an engine may guard steps in windows alone
+                window.step()
+            files.append(num_files())
+            del accumulator, window
+        assert files[-1] == files[0]
+        assert most > before, "the accumulators must add hooks, or this test shows nothing"
+        assert num_hooks(model, optimizer) == before
+        freed = weakref.ref(model)
+        del model, optimizer
+        assert freed() is None or kind != "plain"
 
 
 def lines_of_warnings(run: Callable[[], object]) -> list[str]:

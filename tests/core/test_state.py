@@ -4,7 +4,6 @@ import copy
 import io
 import random
 import tempfile
-import weakref
 from typing import Any
 
 import numpy
@@ -23,7 +22,7 @@ from tests.core.test_places import Shuffled
 from tests.support.engines import KINDS
 from tests.support.problems import make_net_without_router, micro_batches_of, trunk
 from tests.support.ranks import on_ranks
-from tests.support.windows import freed_by_counts, one_weight, run_window, warned
+from tests.support.windows import accumulating, one_weight, run_window, warned
 
 
 class Noisy(nn.Module):
@@ -192,19 +191,17 @@ def test_state_is_loaded_without_running_code():
         assert torch.load(box, weights_only=True)["rank 0"] == state["rank 0"]
 
 
+FIT = {"size": 4, "good": 2, "too_large": 8, "since": 0, "wait": 16}  # 8 samples ran out of memory
+
+
 def measured() -> Accumulator:
     options = {"extensions": [NoiseScale()], "micro_batch_size": "auto", "scaler": GradScaler("cpu", init_scale=8.0)}
-    model = trunk()
-    return Accumulator(model, SGD(model.parameters(), lr=0.01), **options)
+    return accumulating(trunk(), 0.01, **options)[1]
 
 
 def a_state(**change: Any) -> dict[str, Any]:
-    fit = {"size": 32, "good": 0, "too_large": 64, "since": 0, "wait": 16}  # 64 samples ran out of memory
-    state = {**measured().state_dict(), "fit": fit, "index": 7, "skipped": 3, "noise": [1.0, 2.0, 3.0], **change}
+    state = {**measured().state_dict(), "fit": FIT, "index": 7, "skipped": 3, "noise": [1.0, 2.0, 3.0], **change}
     return {name: value for name, value in state.items() if value is not KeyError}
-
-
-FIT = {"size": 4, "good": 2, "too_large": 8, "since": 0, "wait": 16}
 
 
 @pytest.mark.parametrize(
@@ -263,29 +260,17 @@ def test_state_follows_numpys_generator_of_any_kind(kind):
     numpy.random.set_bit_generator(kind(3))
     try:
         numpy.random.randn()  # leaves a second normal number ready, which is part of its state
-        drawn: list[float] = []
-        state: Any = None
+        drawn, (_, accumulator) = [], one_weight()
         for _ in range(2):
-            _, accumulator = one_weight()
-            if state is not None:
-                accumulator.load_state_dict(state)
             window = accumulator.window([torch.ones(1, 1)])
             next(iter(window))
             drawn.append(numpy.random.randn())
             state = accumulator.state_dict()
             window.discard()
+            accumulator.load_state_dict(state)
         assert drawn[0] == drawn[1]
     finally:
         numpy.random.set_bit_generator(before)
-
-
-def test_model_of_a_dropped_accumulator_is_freed_at_once():
-    model, accumulator = one_weight(steps=2)
-    run_window(accumulator.window([torch.ones(1, 1)]), model).step()
-    freed = weakref.ref(model)
-    with freed_by_counts():
-        del model, accumulator
-        assert freed() is None
 
 
 def test_loader_that_cannot_take_the_state_raises_a_warning():
