@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.runs.memory import FIRST_WAIT, MicroBatchSize, is_out_of_memory, largest_sample
@@ -23,7 +23,17 @@ from tests.support.counting import Counting
 from tests.support.engines import COALESCES, KINDS, wrapped
 from tests.support.problems import join, make_batch, make_net_without_router
 from tests.support.ranks import on_ranks
-from tests.support.windows import accumulating, error, freed_by_counts, gradient, hooked, loss_of, refused, weights
+from tests.support.windows import (
+    accumulating,
+    error,
+    freed_by_counts,
+    gradient_of,
+    hooked,
+    loss_of,
+    refused,
+    set_weights,
+    weights,
+)
 
 
 def raising(error: Exception) -> Any:
@@ -53,24 +63,20 @@ def make(model: nn.Module | None = None, lr: float = 1.0, **options: Any) -> Any
     return accumulating(model or make_net_without_router(), lr, **options)
 
 
-def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
-    """Weights after one step of SGD with lr=1 on all samples."""
-    optimizer = SGD(net.parameters(), lr=1.0)
-    optimizer.zero_grad()
-    loss_of(net, join(batches)).backward()
-    optimizer.step()
-    return weights(net)
+def exact(batches: list[Any]) -> torch.Tensor:
+    """The gradient of the one big batch at the first weights: a step with lr=1."""
+    return gradient_of(make_net_without_router(), join(batches))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("micro_batch_size", [13, "auto"])
 def test_micro_batch_that_does_not_fit_is_cut_smaller_and_the_size_is_remembered(where, micro_batch_size):
     model, accumulator = make(micro_batch_size=micro_batch_size)
-    batch, loss_fn = make_batch(13, seed=1), Limited(model, 4, where)
+    batch, loss_fn, before = make_batch(13, seed=1), Limited(model, 4, where), weights(model)
     update = accumulator.update(batch, loss_fn)
     assert update.stepped and update.counts == {"samples": 13}
     assert loss_fn.sizes == [13, 6, 3, 3, 3, 4]
-    assert error(weights(model), big_batch(make_net_without_router(), [batch])) <= 1e-12
+    assert error(before - weights(model), exact([batch])) <= 1e-12
     model, other = make(micro_batch_size=micro_batch_size)
     other.load_state_dict(accumulator.state_dict())
     loss_fn = Limited(model, 4)
@@ -190,23 +196,20 @@ def test_learned_size_yields_to_another_micro_batch_size():
 def test_retry_leaves_the_scaler_as_found():
     model = make_net_without_router().float()
     scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", scaler=scaler)
-    batches = [make_batch(8, seed=i, dtype=torch.float32) for i in range(2)]
-    accumulator.update(batches[0], Limited(model, 8))
-    at_start = scaler.state_dict()
+    _, accumulator = make(model, micro_batch_size="auto", scaler=scaler)
+    batch = make_batch(8, seed=0, dtype=torch.float32)
+    accumulator.update(batch, lambda part: Limited(model, 8)(part) * 0)
+    at_start, before = scaler.state_dict(), weights(model)
     seen = []
 
     def loss_fn(batch: Any) -> torch.Tensor:
         seen.append((scaler.get_scale(), scaler.state_dict()))
         return Limited(model, 3, "backward")(batch)
 
-    accumulator.update(batches[1], loss_fn)
+    accumulator.update(batch, loss_fn)
     assert len(seen) > 4 and all(one == (256.0, at_start) for one in seen)
     assert scaler.state_dict() == {**at_start, "_growth_tracker": 2}
-    expected = make_net_without_router().float()
-    for batch in batches:
-        big_batch(expected, [batch])
-    assert error(weights(model), weights(expected)) <= 1e-6
+    assert error(before - weights(model), exact([{"x": batch["x"].double()}])) <= 1e-6
 
 
 def places_of_a_window(model: nn.Module, accumulator: Accumulator) -> Iterator[str]:
@@ -314,9 +317,8 @@ def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, sizes, fault, at):
                 assert attempt == 0
                 leaks += leaked(model)
         assert update.index == i
-        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
-        loss_of(plain, {"x": join(batches)["x"].double()}).backward()
-        wrong.append(error(before - read(model).double(), gradient(plain)))
+        set_weights(plain, before)
+        wrong.append(error(before - read(model).double(), gradient_of(plain, {"x": join(batches)["x"].double()})))
         leaks += leaked(model)
     assert max(wrong) <= (1e-5 if "ZeRO" in kind else 1e-10) and not leaks
     if kind == "FSDP2":  # whose forwards communicate, so nobody votes
@@ -357,7 +359,7 @@ def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks():
     assert torch.equal(weights(model), before)
     batches = [make_batch(4, seed=10 + r) for r in range(2)]
     accumulator.update(batches[rank], Limited(model, 9))
-    assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
+    assert error(before - weights(model), exact(batches)) <= 1e-12
     assert "1 sample does not fit into the memory of rank 1" in said
 
 
