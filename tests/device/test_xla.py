@@ -26,8 +26,10 @@ from torch_xla.debug import metrics
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, Spans, WideSums
+from tests.runs import test_heads
+from tests.runs.test_update import Limited
 from tests.support.oracle import step_off
-from tests.support.problems import CASES, Batch, Net, join, make_batch, make_net, sample_loss, token_loss, trunk
+from tests.support.problems import CASES, Batch, join, make_batch, make_net, sample_loss, token_loss, trunk
 from tests.support.windows import error, gradient_of, loss_of, run_window, weights
 
 DEVICE = torch_xla.device()
@@ -167,19 +169,11 @@ def test_scaler_grows_clips_and_skips_an_overflow():
 
 
 def test_update_cuts_a_batch_and_replays_it_when_memory_is_short():
-    model, sizes = there(make_net()), []
-    accumulator = accumulating(model, micro_batch_size="auto")
-    batch, before = make_batch(11, seed=1), weights_here(model)
-
-    def loss_fn(micro_batch: Batch) -> Tensor:
-        sizes.append(len(micro_batch["x"]))
-        if sizes[-1] > 3:
-            raise torch.OutOfMemoryError("as if there were no more memory")
-        return sample_loss(model, micro_batch)
-
-    accumulator.update(there(batch), loss_fn)
-    exact = gradient_of(make_net(), batch, sample_loss)
-    assert error(before - weights_here(model), exact) <= 1e-10 and sizes[0] == 11 and max(sizes[-4:]) <= 3
+    model, batch = there(make_net()), make_batch(11, seed=1)
+    loss_fn, before = Limited(model, 3), weights_here(model)
+    accumulating(model, micro_batch_size="auto").update(there(batch), loss_fn)
+    assert error(before - weights_here(model), gradient_of(make_net(), batch)) <= 1e-10
+    assert loss_fn.sizes[0] == 11 and max(loss_fn.sizes[-4:]) <= 3
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -233,20 +227,9 @@ def test_check_compares_on_the_device_and_names_dropout():
 
 
 def test_heads_run_one_at_a_time():
-    model, batches = there(make_net()), batches_of(0)
-
-    def loss_of_head(net: Net, head: str, features: Tensor) -> Tensor:
-        return getattr(net, head)(features).square().mean()
-
-    def run(batch: Batch) -> None:
-        for head, features in window.heads(model.body(batch["x"]), ("head", "router")):
-            window.backward(loss_of_head(model, head, features))
-
-    def summed(net: Any, batch: Batch) -> Tensor:
-        return sum(loss_of_head(net, head, net.body(batch["x"])) for head in ("head", "router"))
-
+    model, batches = there(test_heads.Tasks()), batches_of(0)
     window = accumulating(model).window([there(batch) for batch in batches])
-    assert max(step_off(model, window, make_net(), join(batches), summed, run, read=weights_here)) <= 1e-10
+    assert test_heads.off(model, window, batches, read=weights_here) <= 1e-10
 
 
 def resume_from(saved: bytes | None, save_in: tuple[int, int] | None = None) -> tuple[Tensor, bytes]:

@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD
 
 from distaccum import Accumulator
 from tests.support.counting import Counting
-from tests.support.engines import Run, wrapped
+from tests.support.engines import Run, wrapped, wrappers
 from tests.support.oracle import step_off
 from tests.support.problems import join, make_batch
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, freed_by_counts, gradient, refused
+from tests.support.windows import accumulating, error, freed_by_counts, gradient, refused
 
 NAMES = ("first", "second", "third")
 
@@ -48,18 +47,17 @@ def run_heads(window: Any, model: nn.Module, batch: Any) -> None:
         window.backward(loss_of(model(features, name), NAMES.index(name)))
 
 
-def off(model: nn.Module, window: Any, batches: list[Any]) -> float:
+def off(model: nn.Module, window: Any, batches: list[Any], **looks: Any) -> float:
     """The error of the window's step with these batches of all ranks."""
     run = partial(run_heads, window, model)
-    return max(step_off(model, window, Tasks(), join(batches)["x"], summed, run))
+    return max(step_off(model, window, Tasks(), join(batches)["x"], summed, run, **looks))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradient_equals_that_of_the_summed_loss(scaled):
     model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 1, 4)]
     scaler = GradScaler("cpu", init_scale=64.0) if scaled else None
-    options: Any = {"steps": 3, "scaler": scaler, "on_nonfinite": "ignore"}
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
+    _, accumulator = accumulating(model, 1.0, steps=3, scaler=scaler, on_nonfinite="ignore")
     assert max(off(model, window, batches) for window in accumulator.windows(batches)) <= 1e-12
 
 
@@ -112,13 +110,8 @@ def test_gradient_is_exact_on_uneven_ranks(name, sync):
     if name.startswith("DDP"):
         model, _, _ = wrapped(name, model)
     else:
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        for part in (model.trunk, *model.heads.values()):
-            fully_shard(part)
-        fully_shard(model)
-        register_fsdp_forward_method(model, "forward")
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), sync=sync)
+        wrappers.fully_sharded(model, [model.trunk, *model.heads.values()])
+    _, accumulator = accumulating(model, 1.0, sync=sync)
     wrongs, reductions = [], []
     for index, layout in enumerate(LAYOUTS if name != "FSDP2" else LAYOUTS[:3]):
         batches = [[make_batch(n, seed=100 * index + 10 * r + i) for i, n in enumerate(layout[r])] for r in range(2)]
