@@ -15,7 +15,7 @@ import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, WideSums  # noqa: F401  # in a table
 from tests.support.problems import BATCHES, assert_next_is_exact, trunk
-from tests.support.windows import hooked, loss_of, refused, rows_of, run_window, says, weights
+from tests.support.windows import accumulating, hooked, loss_of, refused, rows_of, run_window, says, weights
 
 # 1. Of the Accumulator's arguments; in a sentence, ... stands for any words
 
@@ -134,12 +134,6 @@ def step_again_after_it_failed(accumulator, model, optimizer):
     window.step()
 
 
-def never_step(accumulator, model):
-    windows = accumulator.windows(BATCHES * 2)
-    run_window(next(windows), model)
-    next(windows)
-
-
 def backward_in(items, window, loss, most=9):
     for _ in itertools.islice(items, most):
         window.backward(loss())
@@ -174,7 +168,6 @@ after | (sgd.zero_grad(), window.step()) | ...gradients were cleared between the
 call | step_again_after_it_failed(accumulator, model, sgd) | DistaccumError: step() on a window that is discarded ...
 call | [accumulator.window(BATCHES) for _ in accumulator.window(BATCHES)] | ...requested while one is in its loop ...
 call | [(a.discard(), sgd.step()) for a, b in [map(accumulator.window, [BATCHES] * 2)] for _ in b] | ...before the ...
-call | never_step(accumulator, model) | ...another window was requested while one is complete but not stepped; ...
 after | list(window) | ...this window is complete but not stepped; a window is iterated once
 loop | list(window.parts([1, 2])) | DistaccumError: a part without window.backward(loss) (in ...
 then | list(window.parts([1])) | DistaccumError: parts() in ..., expected it in a micro-batch that had ...
@@ -375,8 +368,8 @@ def test_name_of_a_module_inside_is_named_with_it(name):
 
 @pytest.mark.parametrize(("micro_step", "is_seen"), [(0, False), (1, True)])
 def test_change_of_one_gradient_of_many_is_seen_after_the_last_backward(micro_step, is_seen):
-    model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(100)])
-    window = Accumulator(model, SGD(model.parameters(), lr=0.1)).window([torch.ones(1)] * 2)
+    model, accumulator = accumulating(nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(100)]))
+    window = accumulator.window([torch.ones(1)] * 2)
     with pytest.raises(DistaccumError, match="changed in mid-window") if is_seen else contextlib.nullcontext():
         for number, x in enumerate(window):
             window.backward(sum((parameter * x).sum() for parameter in model))
