@@ -2,7 +2,6 @@
 
     python -m tests.programs.mutants --seed 7 --num 60               # prints a table of the mutants
     python -m tests.programs.mutants --seed 7 --num 6 --only window  # in the files whose name contains this
-    python -m tests.programs.mutants --seed 7 --num 60 --list        # runs nothing
 
 A mutant turns a condition, drops a statement, or changes a constant or an operator; a seed gives the same mutants of
 the same source, and a smaller number the first of them. Texts, annotations and assertions stay, since no test can see a
@@ -41,10 +40,6 @@ class Mutant:
     line: int
     change: str
     source: str  # of the whole file
-
-    @property
-    def place(self) -> str:
-        return f"{self.file}.py:{self.line}"
 
 
 def mutants_of(source: str, file: str = "") -> Iterator[Mutant]:
@@ -114,13 +109,9 @@ def chosen(seed: int, num: int, only: str = "") -> list[Mutant]:
 
 
 def copied_tree(folder: Path) -> Path:
-    """Copies tracked and new files; the tests run on that copy of the library."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
+    """Copies the repository; the tests run on that copy of the library."""
+    ignored = shutil.ignore_patterns(".*", "build", "__pycache__")
+    return Path(shutil.copytree(ROOT, folder / "tree", ignore=ignored))
 
 
 def first_failure(tree: Path, file: str = "window") -> str | None:
@@ -151,7 +142,8 @@ def run(mutants: Sequence[Mutant]) -> int:
             test = first_failure(tree, mutant.file)
             path.write_text(whole)
             survived += test is None
-            print(f"| {mutant.place} | {mutant.change} | {f'`{test}`' if test else '**SURVIVED**'} |", flush=True)
+            end = f"`{test}`" if test else "**SURVIVED**"
+            print(f"| {mutant.file}.py:{mutant.line} | {mutant.change} | {end} |", flush=True)
     print(f"\n{len(mutants) - survived} of {len(mutants)} killed")
     return survived
 
@@ -161,14 +153,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--num", type=int, default=60, help="mutants (60)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only files whose name contains this")
-    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     arguments = parser.parse_args()
     mutants = chosen(arguments.seed, arguments.num, arguments.only)
     if not mutants:
         parser.error(f"no mutant of a file with {arguments.only!r} in its name, expected part of: {', '.join(FILES)}")
-    if arguments.list:
-        print("\n".join(f"{one.place}: {one.change}" for one in mutants))
-        return 0
     return 1 if run(mutants) else 0
 
 
