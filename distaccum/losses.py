@@ -123,12 +123,16 @@ class Losses:
             self._looks = False
             self._once.keys.add("scale")
         if loss.dtype in HALF:
-            if math.frexp(share)[0] not in (0.0, 0.5):  # 0 and powers of two are exact
-                self._once(
-                    "half",
-                    f"a loss in {loss.dtype} rounds its share, {share:.6g}, to that dtype in backward (an error of up "
-                    "to 0.2% in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
-                )
+            rounded = torch.tensor(share, dtype=loss.dtype, device="cpu").item()
+            what = (
+                f"a loss in {loss.dtype} rounds its share, {share:.6g}, to {rounded:.6g} in backward; compute it in "
+                "float32: criterion(outputs.float(), ...)"
+            )
+            # bfloat16 rounds by less, and so does float16 where it is not subnormal.
+            if scaler is None and abs(rounded - share) > share / 256:
+                raise ValueError(f"backward() got {what}")
+            if rounded != share:
+                self._once("half", what)
             loss = loss.float()
         if share and micro is not None:
             # A product is a copy too: the caller may change the loss in place, or in a hook.
