@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, final
 
@@ -53,34 +53,33 @@ class LateWindow:
         self.begin_micro_batch()
 
     def begin_micro_batch(self) -> None:
-        self.weighed: float | None = None  # the count of the micro-batch at work, once a loss of it is weighed
+        self.weighed: list[float] = []  # the count of the micro-batch at work, once a loss of it is weighed
 
-    def weigh(self, loss: Tensor, count: Any, value: Tensor | None = None) -> Tensor:
+    def weigh(self, loss: Tensor, counts: Sequence[Any], value: Tensor | None = None) -> Tensor:
         """The loss that shall run backward in place of `loss`; without a count, one whose gradients are zeros.
 
-        `value` is the loss for the record, if `loss` has other factors. A micro-batch may have several backwards, which
-        add up: it counts once.
+        `counts` are those of the losses that it was made from, all equal. `value` is the loss for the record, if `loss`
+        has other factors. A micro-batch may have several backwards, which add up: it counts once.
         """
-        read: Any = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
-        if not isinstance(read, Real) or not 0 <= float(read) < math.inf:
-            raise ValueError(f"count gave {count!r} for a micro-batch, expected a finite number of at least 0")
-        number = float(read)
+        numbers = sorted({*map(_number, counts), *self.weighed})
+        if len(numbers) > 1:
+            several = " and ".join(f"{number:g}" for number in numbers)
+            raise DistaccumError(
+                f"a training step ran backward from losses with counts of {several}, expected one count for the "
+                "micro-batch that it was given; give each part a step of its own"
+            )
+        number = numbers[0]
         if not self._unit:
             most = max(row[0] for row in self.peers.gather([number]))
             self._unit = 2.0 ** math.frexp(most)[1] if most else 0.0
         weight = share_of(self._reduction, number, self._unit or 1.0, 1.0)
-        if self.weighed is None:
+        if not self.weighed:
             if number:
                 # A loss of shape [1] is a number too.
                 self._loss = self._loss + widest((loss if value is None else value).detach()).sum() * weight
                 self._num_counted += 1
             self._count += number
-            self.weighed = number
-        elif self.weighed != number:
-            raise DistaccumError(
-                f"a training step ran backward from losses with counts of {self.weighed:g} and {number:g}, expected "
-                "one count for the micro-batch that it was given; give each part a step of its own"
-            )
+            self.weighed = [number]
         return (loss.float() if loss.dtype in HALF else loss) * weight if number else _silenced(loss)
 
     def divide(self, parameters: Iterable[nn.Parameter]) -> float | None:
@@ -116,15 +115,22 @@ class LateWindow:
         return update
 
 
-def reached(loss: Tensor, noted: Mapping[Any, Any]) -> list[Any]:
-    """The notes at the places in the graph that a loss was made from: of each path, the nearest."""
-    values = []
+def _number(count: Any) -> float:
+    read: Any = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+    if not isinstance(read, Real) or not 0 <= float(read) < math.inf:
+        raise ValueError(f"count gave {count!r} for a micro-batch, expected a finite number of at least 0")
+    return float(read)
+
+
+def reached(loss: Tensor, noted: Mapping[Any, Sequence[Any]]) -> list[Any]:
+    """The counts noted at the places in the graph that a loss was made from: of each path, the nearest."""
+    values: list[Any] = []
     seen: set[Any] = set()
     waiting: list[Any] = [before_sink(loss)]
     while waiting:
         place = waiting.pop()
         if place in noted:
-            values.append(noted[place])
+            values += noted[place]
         elif place[0] is not None and place[0] not in seen:
             seen.add(place[0])
             waiting += place[0].next_functions

@@ -155,7 +155,7 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
         self._late.begin_micro_batch()
         loss = loss * trainer.accumulate_grad_batches  # by which Lightning has divided it
         count, value = self._noted or (None, None)
-        backward(self._late.weigh(loss, count, value), *args, **kwargs)
+        backward(self._late.weigh(loss, [count], value), *args, **kwargs)
 
     def _clip(self, precision: Any, optimizer: Any, clip_val: float) -> None:
         self._norm = torch.nn.utils.clip_grad_norm_(precision.main_params(optimizer), clip_val)

@@ -228,7 +228,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         with replaced(trainer.args, **everything), replaced(trainer, **own), replaced(accelerator, **hooks):
             training_step(model, inputs, None)
         self._noted = None
-        if self._late.weighed is None:
+        if not self._late.weighed:
             raise DistaccumError(
                 f"{type(trainer).__name__}.training_step ran no self.accelerator.backward(loss), expected one for each "
                 "micro-batch, where the loss gets its weight; call it in place of loss.backward()"
@@ -255,7 +255,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         result = compute(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self._given_count is not None and isinstance(loss, Tensor) and loss.requires_grad:
-            self._noted[before_sink(loss)] = self._count_of(loss, seen, inputs)
+            self._noted[before_sink(loss)] = self._counts_of(loss, seen, inputs)
         return result
 
     def _items(self, inputs: Any) -> Tensor:
@@ -269,28 +269,22 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
             return torch.ones((), device=device)
         count = self._given_count(inputs)
         items = widest(torch.as_tensor(count, device=device)).requires_grad_().clone()
-        self._noted[before_sink(items)] = count
+        self._noted[before_sink(items)] = [count]
         return items
 
-    def _count_of(self, loss: Tensor, seen: Any, inputs: Any) -> Any:
-        """The count of a loss: that of what it was made from, or of the inputs as they were seen and have become.
+    def _counts_of(self, loss: Tensor, seen: Any, inputs: Any) -> list[Any]:
+        """The counts of what a loss was made from, or that of the inputs as they were seen and have become.
 
-        Without count=, that of a loss of transformers' own, and None for any other.
+        Without count=, that of a loss of transformers' own, and none for any other.
         """
         if self._given_count is None:
-            return self._noted.get(before_sink(loss))
+            return self._noted.get(before_sink(loss), [])
         counts = reached(loss, self._noted)
-        if not counts:
-            if isinstance(seen, MutableMapping):
-                seen.update(inputs)
-            counts = [self._given_count(seen)]
-        if len(counts) > 1 and len(numbers := {float(count) for count in counts}) > 1:
-            several = " and ".join(f"{number:g}" for number in sorted(numbers))
-            raise DistaccumError(
-                f"a loss was made from losses with counts of {several}, expected one count for the micro-batch that "
-                "the step was given; give each part a step of its own"
-            )
-        return counts[0]
+        if counts:
+            return counts
+        if isinstance(seen, MutableMapping):
+            seen.update(inputs)
+        return [self._given_count(seen)]
 
     def _cross_entropy(
         self, own: Any, source: Tensor, target: Tensor, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
@@ -299,13 +293,14 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         if self._noted is None or self._given_count is not None or target.is_floating_point():
             return own(source, target, num_items_in_batch, *args, **kwargs)
         loss = own(source, target, None, *args, **kwargs)
-        self._noted[before_sink(loss)] = target.ne(kwargs.get("ignore_index", args[0] if args else -100)).sum()
+        ignored = kwargs.get("ignore_index", args[0] if args else -100)
+        self._noted[before_sink(loss)] = [target.ne(ignored).sum()]
         return loss
 
     def _weigh(self, seen: Any, inputs: Any, is_lent: bool, loss: Tensor) -> Tensor:
         """The loss that shall run backward in place of `loss`; another rank's batch, which is lent, counts nothing."""
-        count = self._count_of(loss, seen, inputs)
-        if count is None:
+        counts = self._counts_of(loss, seen, inputs)
+        if not counts:
             trainer = self._trainer
             model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
             raise ValueError(
@@ -314,7 +309,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
                 "shift=True) if it predicts next tokens, count=count_samples or a function of your own, and "
                 "reduction='sum_to_mean' if it is a sum"
             )
-        return self._late.weigh(loss, 0 if is_lent else count)
+        return self._late.weigh(loss, [0] if is_lent else counts)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Records the update that the Trainer made."""

@@ -11,7 +11,7 @@ CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
     CORE: (2200, 2708),
-    "loader.py": (190, 269),
+    "loader.py": (190, 267),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
     "engines": (800, 800),
@@ -19,11 +19,11 @@ BUDGETS = {
     "meshes": (330, 400),
     "state": (210, 228),
     "runs": (680, 795),
-    "trainers": (300, 395),
+    "trainers": (300, 394),
     "tools": (320, 360),
     "extensions": (200, 207),
     "feeding": (70, 70),
-    "the library": (5600, 6522),
+    "the library": (5600, 6521),
     "auditing": (1500, 1713),
     "tests": (9300, 9562),
     "tests/audit": (1200, 1200),

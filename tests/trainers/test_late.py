@@ -64,7 +64,7 @@ def test_late_weights_give_the_gradient_of_the_big_batch_where_something_counts_
                 for i, number in enumerate(kept):
                     batch = micro_batch(number, 10 * rank + i)
                     late.begin_micro_batch()
-                    late.weigh(loss_of(model, batch), COUNT(batch)).backward()
+                    late.weigh(loss_of(model, batch), [COUNT(batch)]).backward()
                 loss, counts = late.divide(model.parameters()), any(kept)
                 update = late.record(3, None, stepped=True)
                 assert update.counts == {"tokens": int(COUNT(whole)) if counts else 0}
