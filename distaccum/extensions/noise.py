@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -102,7 +103,7 @@ class NoiseScale(Extension):
         # The step computes it for another purpose.
         self._norm_follows = looks or config.max_norm is not None
         self._reduction = next(iter(config.reductions.values()))
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self.load(None)
 
     def begin(self, window: Window) -> None:
@@ -124,11 +125,11 @@ class NoiseScale(Extension):
             for leaf in self._leaves():
                 # This backward may not reach what earlier parts gave it.
                 self._take(leaf)
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(self._take))
+                self._hooks.callback(leaf.register_post_accumulate_grad_hook(self._take).remove)
 
     def after_backward(self, window: Window) -> None:
         """Measures this rank's own gradient after its first micro-batch."""
-        self._remove_hooks()
+        self._hooks.close()
         if not self._is_early or window.has_more_parts:
             return
         self._is_early = False
@@ -152,7 +153,7 @@ class NoiseScale(Extension):
         return zeros if self._small is None else self._small.to(zeros)
 
     def end(self, window: Window, update: Update | None) -> None:
-        self._remove_hooks()
+        self._hooks.close()
         if update is None:
             return
         if update.stepped and self.key in window.numbers:
@@ -192,10 +193,6 @@ class NoiseScale(Extension):
         gradient = self._engine.read_grad(leaf)
         if gradient is not None and self._norms is not None:
             self._norms[id(leaf)] = total_norm([gradient.detach()])
-
-    def _remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
 
     def _unscaled(self, norm: Tensor) -> Tensor:
         norm = widest(norm)

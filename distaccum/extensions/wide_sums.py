@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, final
 
@@ -37,7 +38,7 @@ class WideSums(Extension):
             raise ValueError(f"WideSums({dtype!r}), expected torch.float32 or torch.float64")
         self._dtype = dtype
         self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._is_running = False
 
     def join(self, job: Job) -> None:
@@ -56,7 +57,7 @@ class WideSums(Extension):
             wide = self._dtype.to_complex() if p.is_complex() else self._dtype
             if p.requires_grad and torch.promote_types(p.dtype, wide) != p.dtype:
                 register: Any = p.register_post_accumulate_grad_hook
-                self._hooks.append(register(partial(self._take, wide)))
+                self._hooks.callback(register(partial(self._take, wide)).remove)
 
     def before_backward(self, window: Window, reduces: bool) -> None:
         # In a static graph's first backward, DDP must see gradients.
@@ -72,11 +73,9 @@ class WideSums(Extension):
             return
         parameter.grad = None
         if id(parameter) in self._sums:
-            _, total = self._sums[id(parameter)]
-            total.add_(gradient)
+            self._sums[id(parameter)][1].add_(gradient)
         else:
-            total = gradient.to(wide)
-        self._sums[id(parameter)] = parameter, total
+            self._sums[id(parameter)] = parameter, gradient.to(wide)
 
     def finishing(self, window: Window) -> None:
         for parameter, wide in self._sums.values():
@@ -90,8 +89,6 @@ class WideSums(Extension):
         return self._sums[id(parameter)][1] if id(parameter) in self._sums else parameter.grad
 
     def _drop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
         self._sums.clear()
-        self._hooks = []
         self._is_running = False
