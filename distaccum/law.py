@@ -103,8 +103,9 @@ class Plan(NamedTuple):
     order: each column to its largest value, or as `MERGES` says.
 
     Attributes:
-        update, steps (int): The update's index, and the micro-batches per rank that were requested; 0: any number.
+        update (int): The update's index.
         agrees (bool): `update()` runs the window: ranks agree before they reduce.
+        steps (int): The micro-batches per rank that were requested; 0: any number.
         fewest, most (int): Micro-batches with a count above 0, of the ranks that have the fewest and the most.
         stranded (int): The first rank with neither a micro-batch nor one to stand in with; `NOBODY`: there is none.
         has_more (bool): Any rank's loader has not ended.
@@ -114,9 +115,7 @@ class Plan(NamedTuple):
         changed (bool): Parameters are others than those that ranks compared.
         num_drawn (int): The most micro-batches that a rank drew or cut; 0: the epoch is over.
         num_micro_batches (int): Micro-batches that count, of all ranks.
-        apart (int): 0 if ranks with the same samples report the same (`meshes/ranks.py`).
-        unlike (int): 0 if ranks with parts of the same samples count the same; of one rank alone, the fingerprint of
-            its first micro-batch.
+        fingerprint (int): Of a rank's first micro-batch, where ranks have the same samples (`meshes/ranks.py`).
         measured (tuple): Two numbers that mean something to the room that runs the window: the largest of any rank.
         totals (tuple): Denominators by name.
         names (tuple): The losses' names; these and the next one do not travel.
@@ -124,8 +123,8 @@ class Plan(NamedTuple):
     """
 
     update: int
-    steps: int
     agrees: bool
+    steps: int
     fewest: int
     most: int
     stranded: int
@@ -137,8 +136,7 @@ class Plan(NamedTuple):
     changed: bool
     num_drawn: int
     num_micro_batches: int
-    apart: int = 0
-    unlike: int = 0
+    fingerprint: int = 0
     measured: tuple[int, int] = (0, 0)
     totals: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
@@ -157,14 +155,10 @@ class Plan(NamedTuple):
 
 
 MEASURED = Plan._fields.index("measured")
-MERGES: dict[str, Callable[[Iterable[float]], float]] = {
-    "fewest": min,
-    "stranded": min,
-    **dict.fromkeys(("num_micro_batches", "apart", "unlike"), sum),
-}
+MERGES: dict[str, Callable[[Iterable[float]], float]] = {"fewest": min, "stranded": min, "num_micro_batches": sum}
 # In place of the first rank where there is none.
 NOBODY = 2**31
-# Fields that must be equal on all ranks: how an error names them and their values, and the cure.
+# The first fields of a row, which must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
     "agrees": ("who runs the window", lambda runs: "update()" if runs else "a loop", "call update(), or make a loop,"),
@@ -172,12 +166,10 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 }
 
 
-def refuse_to_differ(plans: Sequence[Plan]) -> None:
-    """Raises if what all ranks report, in order, contradicts each other; names a rank for each value."""
-    for name, (what, say, cure) in AGREED.items():
-        ranks: dict[object, int] = {}
-        for rank, plan in enumerate(plans):
-            ranks.setdefault(say(getattr(plan, name)), rank)
+def refuse_to_differ(rows: Iterable[Sequence[float]]) -> None:
+    """Raises if the rows of all ranks, in order, contradict each other; names a rank for each value."""
+    for (what, say, cure), column in zip(AGREED.values(), zip(*rows, strict=True), strict=False):
+        ranks = {say(int(value)): column.index(value) for value in dict.fromkeys(column)}
         if len(ranks) > 1:
             seen = ", ".join(f"rank {rank}: {value}" for value, rank in ranks.items())
             raise DistaccumError(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .law import AGREED, DistaccumError, LostRanksError, Plan, refuse_to_differ
+from .law import DistaccumError, LostRanksError, Plan, refuse_to_differ
 from .text import in_short
 
 # Errors of gloo, NCCL and their store when a rank is gone or late. Types do not tell: NCCL's is also that of misuse.
@@ -80,11 +80,10 @@ class Peers:
         """
         if self.is_alone:
             return own
-        rows = self._rows(own.to_row(), (*self.beside, *self.groups)).tolist()
+        rows = self.gather(own.to_row(), everyone=True)
         plan = own.merged(rows)
-        # These come first in a row.
-        if not plan.failed and len({tuple(row[: len(AGREED)]) for row in rows}) > 1:
-            refuse_to_differ(self.gather_objects(own, everyone=True))
+        if not plan.failed:
+            refuse_to_differ(rows)
         return plan
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:

@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 
 from ..batch import TokenCount, tensors_in
-from ..law import DistaccumError, Plan
-from ..ranks import Groups, Peers, Value
+from ..law import DistaccumError, Plan, refuse_to_differ
+from ..ranks import Groups, Peers, Rows, Value
 
 # Fields of a report that must be equal on ranks that share their samples, and how an error describes their values.
 ALIKE = {
     "num_drawn": "micro-batches {}",
     "num_micro_batches": "micro-batches that count {}",
     "totals": "counts {}",
-    "unlike": "other numbers in their first micro-batch",
+    "fingerprint": "other numbers in their first micro-batch",
 }
+# Where a plan's row tells a rank's samples: the fingerprint of the first, then sizes and counts.
+FINGERPRINT = Plan._fields.index("fingerprint")
 
 
 @final
@@ -80,38 +82,32 @@ class MeshPeers(Peers):
         """
         if not (self.shares_samples or self.has_parts):
             return super().plan(own, micro_batches, counts)
-        sharing = self.sharing[self.rank]
-        own = own._replace(unlike=0 if own.failed else _fingerprint(micro_batches))
-        # Numbers of ranks that say the same add up to 0.
-        parts = next(ranks for ranks in self.parts if self.rank in ranks)
-        apart = unlike = 0
-        if self.shares_samples:
-            apart = _told([getattr(own, name) for name in ALIKE], sharing, self.global_rank)
-        if self.has_parts:
-            apart += _told(own.num_drawn, parts, self.rank)
-            unlike = _told((own.unlike, own.totals), parts, self.rank)
-        sent = own._replace(apart=apart, unlike=unlike)
-        if self.shares_samples and self.global_rank != sharing[0]:
-            sent = sent._replace(num_micro_batches=0, totals=(0.0,) * len(own.totals))
-        plan = super().plan(sent, micro_batches, counts)
+        own = own._replace(fingerprint=0 if own.failed else _fingerprint(micro_batches))
+        rows = self.gather(own.to_row(), everyone=True)
+        plan = own.merged(rows)
         if plan.failed:
             return plan
-        if plan.apart:
-            of_sets = self.by_samples(self.gather_objects(own, everyone=True))
-            for ranks, of_set in zip(self.sharing, of_sets, strict=True):
-                _refuse_unlike(ranks, of_set, ALIKE)
-            for ranks in self.parts:
-                _refuse_unlike([self.here[rank] for rank in ranks], [of_sets[rank][0] for rank in ranks], ["num_drawn"])
+        refuse_to_differ(rows)
+        by_samples = self.by_samples(rows)
+        once = [of_ranks[0] for of_ranks in by_samples]
+        of_parts = [[once[rank] for rank in ranks] for ranks in self.parts]
+        for ranks, of_ranks in zip(self.sharing, by_samples, strict=True):
+            _refuse_unlike(own, ranks, of_ranks, ALIKE)
+        for ranks, of_ranks in zip(self.parts, of_parts, strict=True):
+            _refuse_unlike(own, [self.here[rank] for rank in ranks], of_ranks, ["num_drawn"])
+        are_alike = all(row[FINGERPRINT:] == of_ranks[0][FINGERPRINT:] for of_ranks in of_parts for row in of_ranks)
         # The caller's own count may count this rank's part alone.
         counts_tokens = any(isinstance(one, TokenCount) for one in counts)
-        if self.has_parts and counts_tokens and plan.num_drawn and not plan.unlike:
+        if self.has_parts and counts_tokens and plan.num_drawn and are_alike:
+            parts = next(ranks for ranks in self.parts if self.rank in ranks)
             raise DistaccumError(
                 f"ranks {[self.here[rank] for rank in parts]} have parts of the same samples, and each counted the "
                 f"same whole labels ({list(own.totals)}), so that all are counted {len(parts)} times; cut them before "
                 "the window; or, where the criterion sums, divide: count=lambda batch: tokens(batch) / "
                 f"{len(parts)}, with tokens = count_tokens(...)"
             )
-        return plan
+        counted = own.merged(once)
+        return plan._replace(num_micro_batches=counted.num_micro_batches, totals=counted.totals)
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         if not self.shares_samples:
@@ -138,18 +134,12 @@ def _fingerprint(micro_batches: Sequence[Any]) -> int:
     return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
 
 
-def _told(said: object, ranks: Sequence[int], rank: int) -> int:
-    """A number for each of `ranks`, of which one says this; their sum is 0 if all say the same, or else it is not."""
-    number = zlib.crc32(repr((ranks, said)).encode())
-    # The first rank outweighs the others.
-    is_first = rank == ranks[0]
-    return (len(ranks) - 1) * number if is_first else -number
-
-
-def _refuse_unlike(ranks: Sequence[int], plans: Sequence[Plan], names: Iterable[str]) -> None:
-    """Raises if ranks that go through their samples together report other ones."""
+def _refuse_unlike(own: Plan, ranks: Sequence[int], rows: Rows, names: Iterable[str]) -> None:
+    """Raises if ranks that go through their samples together report other ones in the rows of their plans."""
+    if all(row == rows[0] for row in rows):
+        return
     for name in names:
-        values = [getattr(one, name) for one in plans]
+        values = [getattr(own.merged([row]), name) for row in rows]
         if len(set(values)) > 1:
             raise DistaccumError(
                 f"ranks {list(ranks)} compute on the same samples together, and have {ALIKE[name].format(values)}; "

@@ -18,7 +18,7 @@ from tests.support.windows import accumulating, run_window
 
 flags, numbers = st.booleans(), st.integers(0, 2**31)
 totals = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
-fields = [numbers, numbers, flags, numbers, numbers, st.just(NOBODY), *[flags] * 6, numbers, numbers]
+fields = [numbers, flags, numbers, numbers, numbers, st.just(NOBODY), *[flags] * 6, numbers, numbers]
 pair = st.tuples(numbers, numbers)
 plans = st.builds(Plan, *fields, measured=pair, totals=totals, names=st.just(("a", "b")))
 

@@ -10,20 +10,20 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2708),
+    CORE: (2200, 2701),
     "loader.py": (190, 267),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
     "engines": (800, 800),
     "wrappers": (520, 560),
-    "meshes": (330, 400),
+    "meshes": (330, 394),
     "state": (210, 228),
     "runs": (680, 795),
     "trainers": (300, 394),
     "tools": (320, 360),
     "extensions": (200, 200),
     "feeding": (70, 70),
-    "the library": (5600, 6514),
+    "the library": (5600, 6501),
     "auditing": (1500, 1713),
     "tests": (9300, 9562),
     "tests/audit": (1200, 1200),
