@@ -27,6 +27,7 @@ from .comparison import Comparison, uneven_sizes, weighted_sum
 
 Named = Sequence[tuple[str, nn.Module]]
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
+DROPOUTS |= nn.MultiheadAttention | nn.RNNBase
 
 
 @dataclass(frozen=True)
@@ -179,27 +180,17 @@ def _report(comparison: Comparison) -> Report:
     )
 
 
-def _drops(module: nn.Module) -> bool:
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        return module.dropout > 0
-    return isinstance(module, DROPOUTS) and module.p > 0
-
-
-def _normalises(module: nn.Module) -> bool:
-    return isinstance(module, KINDS)
-
-
 # Layers that make micro-batches differ in training mode: the cause, which they are, and the cure.
 LAYERS = (
     (
         "dropout",
-        _drops,
+        DROPOUTS,
         "random numbers are drawn by {layers}, and micro-batches draw others; the gradient is that of the masks that "
         "were drawn, as dropout means it: nothing to do, where this is the only cause",
     ),
     (
         "batchnorm",
-        _normalises,
+        KINDS,
         "in training mode a sample's output depends on the others in {layers}, and a micro-batch has fewer of them; "
         "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it "
         "with batchnorm='ignore'",
@@ -216,8 +207,8 @@ def _causes_of(comparison: Comparison) -> list[str]:
     """The causes that show; leaves the layers that they name in eval mode, so that other causes show too."""
     training = [(name, module) for name, module in comparison.modules if module.training]
     causes: list[str] = []
-    for cause, is_one, text in LAYERS:
-        layers = [(name, module) for name, module in training if is_one(module)]
+    for cause, kinds, text in LAYERS:
+        layers = [(name, module) for name, module in training if isinstance(module, kinds) and not _drops_none(module)]
         if layers:
             _put_into_eval(layers)
             causes.append(f"{cause}: {text.format(layers=_named(layers))}")
@@ -234,6 +225,10 @@ def _causes_of(comparison: Comparison) -> list[str]:
     in_losses = [_cause_in_the_loss(comparison, name) for name in comparison.reductions]
     every = [*causes, *dict.fromkeys(cause for cause in in_losses if cause is not None)]
     return every or ["unknown: no cause was found; the error is beyond rounding"]
+
+
+def _drops_none(module: nn.Module) -> bool:
+    return getattr(module, "p", getattr(module, "dropout", None)) == 0
 
 
 def _differs(comparison: Comparison) -> bool:
