@@ -8,6 +8,7 @@ gives backward no seed, and gradients stay unreduced until the window's end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch import count_samples, cut_batch
 from ..law import Counts, DistaccumError
+from ..private import replaced
 from . import private
 from .ranks import on_mesh
 
@@ -162,16 +164,13 @@ class Pipeline:
         if any(stage.is_last for stage in self._stages):
             options["target"] = target
         is_first = any(stage.is_first for stage in self._stages)
-        try:
+        with ExitStack() as stack:
             for stage in self._stages:
                 # The schedule would make DDP reduce.
                 if isinstance(stage.submod, DistributedDataParallel):
-                    stage.submod = stage.submod.module
-            with private.weighing(self._schedule, partial(self._weigh_chunk, micro, weigh)):
-                return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
-        finally:
-            for stage, module in zip(self._stages, self.modules, strict=True):
-                stage.submod = module
+                    stack.enter_context(replaced(stage, submod=stage.submod.module))
+            stack.enter_context(private.weighing(self._schedule, partial(self._weigh_chunk, micro, weigh)))
+            return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
 
     def _refuse_backward(self, losses: object, seeds: object) -> None:
         raise DistaccumError(
