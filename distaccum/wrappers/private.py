@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,14 +68,10 @@ def handles_of(wrappers: Sequence[Any]) -> list[Any]:
 @contextmanager
 def reducing(wrappers: Sequence[Any], reduce: bool) -> Iterator[None]:
     """Sets the flag of no_sync(), a context that only the root has; the root may lie outside the models."""
-    flags = [wrapper._sync_gradients for wrapper in wrappers]
-    try:
+    with ExitStack() as stack:
         for wrapper in wrappers:
-            wrapper._sync_gradients = reduce
+            stack.enter_context(replaced(wrapper, _sync_gradients=reduce))
         yield
-    finally:
-        for wrapper, flag in zip(wrappers, flags, strict=True):
-            wrapper._sync_gradients = flag
 
 
 def flattened(handle: Any) -> list[Any]:
