@@ -8,7 +8,7 @@ import shutil
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,12 +111,10 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     trial.substitute = job.substitute
     trial.hooks = hooks_of(())
     trial.config = replace(job.config, on_nonfinite="ignore")
-    with _kept(job) as before:
+    with _kept(job) as before, ExitStack() as stack:
         comparison = Comparison(Planner(trial), batch, columns, loss_fn, before)
-        try:
-            return _report(comparison)
-        finally:
-            comparison.cast_back()
+        stack.callback(comparison.cast_back)
+        return _report(comparison)
 
 
 @contextmanager
