@@ -278,7 +278,7 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         Without count=, that of a loss of transformers' own, and none for any other.
         """
         if self._given_count is None:
-            return self._noted.get(before_sink(loss), [])
+            return list(self._noted.get(before_sink(loss), ()))
         counts = reached(loss, self._noted)
         if counts:
             return counts
