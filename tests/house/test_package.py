@@ -1,7 +1,6 @@
 """The package as it is uploaded and installed: its files and its description."""
 
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,6 +10,7 @@ from email import message_from_bytes
 import pytest
 
 import distaccum
+from tests.programs.mutants import copied_tree
 from tests.support.programs import ROOT
 
 IN_SOURCE = ("configs", "distaccum", "docs", "launch", "tests")
@@ -20,15 +20,8 @@ IN_SOURCE = ("configs", "distaccum", "docs", "launch", "tests")
 def built(tmp_path_factory):
     """The folder with a source archive and the wheel made from it."""
     folder = tmp_path_factory.mktemp("package")
-    source = folder / "source"
-    source.mkdir()
-    for path in ROOT.iterdir():
-        if path.is_dir() and path.name in IN_SOURCE:
-            shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif path.is_file() and not path.name.startswith("."):
-            shutil.copy(path, source)
     # Without isolation, which would install setuptools from a package index
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", copied_tree(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "dist"

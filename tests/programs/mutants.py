@@ -110,7 +110,7 @@ def chosen(seed: int, num: int, only: str = "") -> list[Mutant]:
 
 def copied_tree(folder: Path) -> Path:
     """Copies the repository; the tests run on that copy of the library."""
-    ignored = shutil.ignore_patterns(".*", "build", "__pycache__")
+    ignored = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info")
     return Path(shutil.copytree(ROOT, folder / "tree", ignore=ignored))
 
 
