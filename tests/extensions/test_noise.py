@@ -1,7 +1,6 @@
 """The gradient noise scale: the two norms of each update, their average, and the cost of measuring."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
@@ -59,14 +58,10 @@ def off(name: str, case: str, layouts: Any, parts: Sequence[float] = (1.0,), **o
     dtype = KINDS[name].dtype if name in KINDS else torch.float64
     loss_fn, how, reduction, count = CASES[case]
     options = {"reduction": reduction, "count": count, "extensions": [NoiseScale()], **options}
-    with warnings.catch_warnings():
-        if name == "ZeRO 1":
-            warnings.simplefilter("ignore")
-        uses_all = name in FORMS and "find" not in name
-        net = make_net_without_router() if uses_all else make_net()
-        model, optimizer, _ = wrapped(name, net.to(dtype), 0.0)
-        accumulator = Accumulator(model, optimizer, **options)
-
+    uses_all = name in FORMS and "find" not in name
+    net = make_net_without_router() if uses_all else make_net()
+    model, optimizer, _ = wrapped(name, net.to(dtype), 0.0)
+    accumulator = Accumulator(model, optimizer, **options)
     wrongs, rank = [], dist.get_rank() if dist.is_initialized() else 0
     for index, layout in enumerate(layouts):
         window = accumulator.window(micro_batches_of(layout, index, rank, dtype))

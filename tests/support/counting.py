@@ -1,7 +1,7 @@
 """Counts collectives, the library's own exchanges through the host, and values read on the host."""
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,30 +25,26 @@ class Counting(TorchDispatchMode):
         self.host_reads: Counter[str] = Counter()
 
     def __enter__(self) -> "Counting":
-        # One message counts once, over however many groups it goes.
-        self._own = joined, largest, add_up = Peers._joined, Peers.largest, Peers.sum
-
-        def counted(peers: Peers, rows: Any, groups: Any) -> Any:
-            self.collectives += [("exchange", rows.numel())] if groups else []
-            with _disable_current_modes():
-                return joined(peers, rows, groups)
-
-        def merged(peers: Peers, row: Any, *, everyone: bool = False) -> Any:
-            self.collectives += [("exchange", len(row))] if peers.groups or (everyone and peers.beside) else []
-            with _disable_current_modes():
-                return largest(peers, row, everyone=everyone)
-
-        def summed(peers: Peers, values: Any) -> Any:
-            sent = [("exchange", len(values))] if values.is_cpu and not peers.is_alone else []
-            self.collectives += sent
-            with _disable_current_modes() if sent else nullcontext():
-                return add_up(peers, values)
-
-        Peers._joined, Peers.largest, Peers.sum = counted, merged, summed  # type: ignore[method-assign]
+        self._own = {name: getattr(Peers, name) for name in ("_joined", "largest", "sum")}
+        for name, exchange in self._own.items():
+            setattr(Peers, name, self._counted(exchange))
         return super().__enter__()
 
+    def _counted(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
+        """One message counts once, over however many groups it goes."""
+
+        def counted(peers: Peers, values: Any, *groups: Any, **options: Any) -> Any:
+            if peers.is_alone:
+                return exchange(peers, values, *groups, **options)
+            self.collectives.append(("exchange", torch.as_tensor(values).numel()))
+            with _disable_current_modes():
+                return exchange(peers, values, *groups, **options)
+
+        return counted
+
     def __exit__(self, *error: Any) -> None:
-        Peers._joined, Peers.largest, Peers.sum = self._own  # type: ignore[method-assign]
+        for name, exchange in self._own.items():
+            setattr(Peers, name, exchange)
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
