@@ -3,7 +3,6 @@
 import copy
 import itertools
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch.optim.lr_scheduler import MultiplicativeLR, StepLR
 from distaccum import Accumulator
 from tests.support.programs import ROOT
 from tests.support.ranks import may_have_children
-from tests.support.windows import numbers_of, one_weight, run_window
+from tests.support.windows import numbers_of, one_weight, run_window, warned
 
-STEPS, EPOCHS = 2, 2
+STEPS, UPDATES, EPOCHS = 2, 3, 2
 BEFORE, IN_LOOP, EDGE = "before its loop", "in its loop", "after its loop"
 STEPPED, EPOCH = "after step()", "after windows()"
 PRE, POST, SCHEDULE = "before the optimizer's step", "after the optimizer's step", "in the schedule's step"
@@ -55,7 +54,7 @@ class StoppedError(Exception):
 
 
 class Job:
-    """A model with dropout, trained over one loader or two in turn, that stops at a place of an update."""
+    """A model with dropout, trained over a loader, that stops at a place of an update."""
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(5)
@@ -74,23 +73,21 @@ class Job:
         self.parts = [self.net, optimizer, *schedules, self.accumulator]
         optimizer.register_step_pre_hook(lambda *_: self.visit(PRE) or None)
         optimizer.register_step_post_hook(lambda *_: self.visit(POST) or None)
-        self.loaders = [self.loader(which) for which in range(2 if "two" in kind else 1)]
-        self.lengths = [3, 3 if dist.is_initialized() else 2][: len(self.loaders)]  # in updates
+        self.loader = self.make_loader()
         torch.manual_seed(7 + self.rank)
 
-    def loader(self, which: int) -> Any:
+    def make_loader(self) -> Any:
         """Of five micro-batches on one rank, or six, whose end is not seen early; and of three on the other."""
-        items = list(torch.randn((5 + ("late" in self.kind)) if which == self.rank else 3, 2, 3).double())
+        items = list(torch.randn(3 if self.rank else 5 + ("late" in self.kind), 2, 3).double())
         if "torchdata" in self.kind:
             return stateful(items, int(self.kind.split()[1]))
         return Shuffled(items, 1) if "own" in self.kind else items
 
-    def rest(self, which: int) -> Any:
+    def rest(self) -> Any:
         """The loader or, if it has no position, what the updates so far have left of it."""
-        if not isinstance(items := self.loaders[which], list):
-            return items
-        done = self.accumulator.index % sum(self.lengths) - sum(self.lengths[:which])
-        return (iter if "iterator" in self.kind else list)(items[max(done, 0) * STEPS :])
+        if not isinstance(self.loader, list):
+            return self.loader
+        return (iter if "iterator" in self.kind else list)(self.loader[self.accumulator.index % UPDATES * STEPS :])
 
     def visit(self, place: str) -> bool:
         """Saves or raises if the job stops here; returns True if it shall break."""
@@ -132,11 +129,10 @@ class Job:
             self.done += 1
 
     def run(self) -> None:
-        while self.accumulator.index < EPOCHS * sum(self.lengths):
-            for which in range(len(self.loaders)):
-                self.go_through(self.rest(which))
-                if self.has_left:
-                    return
+        while self.accumulator.index < EPOCHS * UPDATES:
+            self.go_through(self.rest())
+            if self.has_left:
+                return
             self.visit(EPOCH)
 
     def stopped(self, place: str, update: int, how: str) -> Any:
@@ -156,23 +152,18 @@ class Job:
 
 def passes_after(place: str, update: int, index: int) -> list[int]:
     """The windows of each pass of a job that resumes at this index: first of the one that was stopped, even if none."""
-    end = 3 * (update // 3 + 1)
+    end = UPDATES * (update // UPDATES + 1)
     rest = [end - index] if place != EPOCH else []
-    return [*rest, *[3] * ((3 * EPOCHS - index - sum(rest)) // 3)]
+    return [*rest, *[UPDATES] * ((UPDATES * EPOCHS - index - sum(rest)) // UPDATES)]
 
 
+@warned()  # of torchdata, and that a loader was read to its end
 def wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
     """The places and updates from which a job that resumes ends with other weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchdata, and that a loader was read to its end
-        return _wrong(kind, cells, updates)
-
-
-def _wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
     if "torchdata" in kind and dist.is_initialized():
         may_have_children()
     whole = Job(kind)
-    tells_state = not isinstance(whole.loaders[0], list)
+    tells_state = not isinstance(whole.loader, list)
     whole.run()
     bad = []
     for (place, how), update in itertools.product(cells, updates):
@@ -199,7 +190,6 @@ def _wrong(kind: str, cells: Any, updates: Any) -> list[Any]:
 CELLS = {
     "own": (EVERYWHERE, (1, 2, 3), SOMEWHERE, (1, 3)),
     "plain": (EVERYWHERE, (1, 2), SOMEWHERE[1:2], (1,)),
-    "plain, two in turn": (SOMEWHERE, (2, 3, 4), SOMEWHERE[1:2], (4,)),
     "iterator": (SOMEWHERE, (1, 2), [], ()),
     "torchdata 0": (EVERYWHERE, (1, 2), SOMEWHERE[:1], (1,)),
     "torchdata 0 late": (EVERYWHERE[:5], (1, 2), [], ()),
