@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 from tqdm import tqdm
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import DistaccumError
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, gradient_of, loss_of, numbers_of, one_weight
 
@@ -61,23 +60,29 @@ def test_length_that_changes_between_two_windows_takes_effect_at_once():
         length[0] = (2, 5, 1, 3, 9)[len(seen) % 5]
     assert [len(numbers) for numbers in seen] == [2, 5, 1, 3, 2] and list(itertools.chain(*seen)) == list(range(13))
 
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
+
+def test_micro_batches_and_losses_are_freed_as_they_are_finished():
+    """So that one micro-batch more than those of a window is alive, and one loss with its graph."""
+    drawn: list[weakref.ref[Tensor]] = []
+    losses: list[weakref.ref[Tensor]] = []
+    model, accumulator = one_weight(steps=4)
 
     def loader() -> Iterator[Tensor]:
         for _ in range(24):
             x = torch.ones(1, 1)
-            alive.append(weakref.ref(x))
+            drawn.append(weakref.ref(x))
             yield x
             del x
 
-    model, accumulator = one_weight(steps=4)
     for window in accumulator.windows(loader()):
         for x in window:
-            window.backward(model(x).sum())
-            most = max(most, sum(found() is not None for found in alive))
+            assert all(loss() is None for loss in losses)
+            loss = model(x).sum()
+            losses.append(weakref.ref(loss))
+            window.backward(loss)
+            assert sum(found() is not None for found in drawn) <= 5
+            del x, loss
         window.step()
-    assert 4 < most <= 8
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -126,9 +131,8 @@ def test_counts_on_a_device_are_not_read_before_their_window_is_requested():
 @on_ranks(2)
 def test_micro_batch_of_a_skipped_window_does_not_stand_in():
     """Rank 1 is dry after the skipped window."""
-    model = nn.Linear(1, 1)
-    torch.distributed.fsdp.fully_shard(model)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="skip")
+    model = torch.distributed.fsdp.fully_shard(nn.Linear(1, 1))
+    _, accumulator = accumulating(model, steps=2, on_nonfinite="skip")
     windows = accumulator.windows(noting(2 if dist.get_rank() else 4, []))
     for x in (window := next(windows)):
         window.backward(model(x).sum() * float("nan"))

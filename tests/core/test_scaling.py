@@ -13,20 +13,16 @@ from distaccum import Accumulator, DistaccumError, Extension
 from distaccum.job import MOST_SKIPS
 from tests.support.counting import Counting
 from tests.support.engines import fully_sharded
-from tests.support.problems import BATCHES, assert_next_is_exact, gradient_of_trunk, trunk
+from tests.support.problems import BATCHES, accumulating_trunk, assert_next_is_exact, gradient_of_trunk, trunk
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, gradient, hooked, loss_of, run_window, weights
 
 NARROW = [{**batch, "x": batch["x"].float()} for batch in BATCHES]
 
 
-def make(**options):
-    return accumulating(trunk(), 0.1, **options)
-
-
 def scaled(**options):
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    model, accumulator = make(scaler=scaler, **options)
+    model, accumulator = accumulating_trunk(scaler=scaler, **options)
     return model, scaler, accumulator
 
 
@@ -59,7 +55,7 @@ def test_window_after_a_load_has_the_loaded_scale():
     assert scaler.get_scale() == 16.0
     steps_exactly(accumulator, model, before)
     with pytest.raises(ValueError, match="the state holds a scaler and this accumulator has none"):
-        make()[1].load_state_dict(accumulator.state_dict())
+        accumulating_trunk()[1].load_state_dict(accumulator.state_dict())
 
 
 def poison(batch):
@@ -173,7 +169,7 @@ def test_norm_that_extensions_judge_is_the_whole_gradients_and_costs_no_second_r
 
 
 def test_long_run_of_skips_is_an_error():
-    model, accumulator = make(on_nonfinite="skip")
+    model, accumulator = accumulating_trunk(on_nonfinite="skip")
     for i in range(MOST_SKIPS - 1):
         assert not run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
         if i == 3:
@@ -185,7 +181,7 @@ def test_long_run_of_skips_is_an_error():
 
 @pytest.mark.parametrize("scaler", [False, True], ids=["", "scaler"])
 def test_nonfinite_weights_are_named_rather_than_the_data(scaler):
-    model, accumulator = scaled()[::2] if scaler else make()
+    model, accumulator = scaled()[::2] if scaler else accumulating_trunk()
     with torch.no_grad():
         model[0][2].bias[3] = math.nan
     window = run_window(accumulator.window(BATCHES), model)

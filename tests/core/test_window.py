@@ -8,7 +8,6 @@ import math
 import pickle
 import sys
 import warnings
-import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,18 @@ from distaccum import Accumulator, DistaccumError, Extension, Update, Window
 from distaccum.extensions import NoiseScale, Spans
 from tests.core.test_misuses import leave_by_break
 from tests.support.engines import KINDS
-from tests.support.problems import BATCHES, assert_next_is_exact, make_batch, make_net_without_router, trunk
+from tests.support.problems import (
+    BATCHES,
+    accumulating_trunk,
+    assert_next_is_exact,
+    make_batch,
+    make_net_without_router,
+    trunk,
+)
 from tests.support.ranks import on_ranks
 from tests.support.windows import accumulating, error, hooked, loss_of, run_window, warned, weights
 
 ROOT = str(Path(distaccum.__file__).parent)
-
-
-def make(**options):
-    model = trunk()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    return model, optimizer, Accumulator(model, optimizer, **options)
 
 
 def hearing(what: str, answer: Any = lambda window: None) -> Any:
@@ -92,7 +92,7 @@ def of_two(model, batch):
 def test_extensions_hear_of_each_backward_and_of_the_end():
     """Of a loss that is refused they hear nothing, and of a backward that fails no end."""
     recorder = Recorder()
-    model, _, accumulator = make(extensions=[recorder])
+    model, accumulator = accumulating_trunk(extensions=[recorder])
     update = run_window(accumulator.window(BATCHES), model).step()
     steps = ["begin", *["backward", "ended"] * 3, "finishing", "numbers", "judge", "stepped"]
     assert recorder.heard == steps and update.notes == {"sum": [1.0, 0.0]}
@@ -112,7 +112,7 @@ def test_extensions_hear_of_each_backward_and_of_the_end():
 @pytest.mark.parametrize("where", ["begin", "backward", "ended", "finishing", "numbers", "judge"])
 def test_extension_that_raises_discards_the_window_and_all_hear_of_the_end(where):
     first, last = Recorder("end"), Rekeyed(where)
-    model, _, accumulator = make(extensions=[first, last])
+    model, accumulator = accumulating_trunk(extensions=[first, last])
     with pytest.raises(ArithmeticError):
         run_window(accumulator.window(BATCHES), model).step()
     assert first.heard[-1] == last.heard[-1] == "end"
@@ -122,7 +122,7 @@ def test_extension_that_raises_discards_the_window_and_all_hear_of_the_end(where
 
 
 def test_spans_name_what_a_window_does_in_a_trace():
-    model, _, accumulator = make(extensions=[Spans()])
+    model, accumulator = accumulating_trunk(extensions=[Spans()])
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run_window(accumulator.window(BATCHES), model).step()
         leave_by_break(accumulator, model)
@@ -170,9 +170,8 @@ DISAGREEMENTS = {
 def test_ranks_that_disagree_are_named_before_the_window(what):
     """One rank's ramp differs from its second update on; the update before is unaffected."""
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(trunk())
     steps = (lambda index: 2 + rank * index) if what == "steps" else 2
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=steps)
+    ddp, accumulator = accumulating(DistributedDataParallel(trunk()), steps=steps)
     if what == "index" and rank:
         accumulator.load_state_dict({**accumulator.state_dict(), "index": 3})
     first = accumulator.index
@@ -194,7 +193,7 @@ def test_schedulers_step_once_per_update_of_a_ramp():
     lengths = [(len(window), run_window(window, model).step().index) for window in accumulator.windows(BATCHES * 2)]
     assert lengths == [(1, 0), (2, 1), (3, 2)]
     assert [schedule.last_epoch for schedule in schedules] == [3, 3]
-    _, _, other = make(steps=lambda index: index + 1)
+    _, other = accumulating_trunk(steps=lambda index: index + 1)
     other.load_state_dict(accumulator.state_dict())
     assert other.index == 3 and len(next(other.windows(BATCHES * 2))) == 4
 
@@ -224,10 +223,10 @@ def test_callers_step_of_a_schedule_is_warned_of_once(where):
 
 
 def test_batch_size_gives_the_steps_and_warns_of_a_remainder():
-    model, _, accumulator = make(batch_size=100, micro_batch_size=50)
+    model, accumulator = accumulating_trunk(batch_size=100, micro_batch_size=50)
     loader = [{"x": batch["x"][:1].expand(50, -1, -1)} for batch in BATCHES]
     assert [run_window(w, model).step().counts["samples"] for w in accumulator.windows(loader)] == [100, 50]
-    _, _, accumulator = make(batch_size=100, micro_batch_size=30)
+    _, accumulator = accumulating_trunk(batch_size=100, micro_batch_size=30)
     with pytest.warns(UserWarning, match=r"batch_size=100 .* each full update holds 120 \(4 micro-batches per rank\)"):
         assert len(next(accumulator.windows(loader * 2))) == 4
 
@@ -291,20 +290,8 @@ def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update():
     assert len(torn) <= 3 and all("base.py" in line or "has_stepped = reason is None" in line for line in torn)
 
 
-def test_finished_micro_batches_and_losses_are_freed():
-    model, _, accumulator = make()
-    window = accumulator.window([make_batch(1, seed=i) for i in range(3)])
-    seen = []
-    for micro_batch in window:
-        assert all(alive() is None for alive in seen), "neither micro-batches nor losses with their graphs pile up"
-        loss = loss_of(model, micro_batch)
-        window.backward(loss)
-        seen += [weakref.ref(micro_batch["x"]), weakref.ref(loss)]
-        del micro_batch, loss
-
-
 def test_copy_of_an_accumulator_or_a_window_names_the_cure():
-    model, _, accumulator = make(max_norm=math.inf, extensions=[NoiseScale()])
+    model, accumulator = accumulating_trunk(max_norm=math.inf, extensions=[NoiseScale()])
     window = accumulator.window(BATCHES)
     said = r"copying or pickling an Accumulator, which .*load_state_dict\(acc"
     for batch in window:
@@ -321,29 +308,15 @@ def test_copy_of_an_accumulator_or_a_window_names_the_cure():
         assert copied.noise_scale == update.noise_scale is not None
 
 
-@on_ranks(2)
-def test_copies_of_model_and_optimizer_train_apart_with_the_state():
-    ddp = DistributedDataParallel(trunk())
-    optimizer = SGD(ddp.parameters(), lr=0.1)
-    accumulator = Accumulator(ddp, optimizer)
-    run_window(accumulator.window(BATCHES), ddp).step()
-    twin, steps = copy.deepcopy((ddp, optimizer))  # as the error says
-    again = Accumulator(twin, steps)
-    again.load_state_dict(accumulator.state_dict())
-    before = weights(ddp)
-    assert run_window(again.window(BATCHES), twin).step().index == 1
-    assert torch.equal(before, weights(ddp)) and not torch.equal(before, weights(twin))
-
-
 def test_large_counts_stay_exact():
     counts = iter([torch.tensor(16777217), torch.tensor(1.0)])
-    _, _, accumulator = make(count=lambda batch: next(counts))
+    _, accumulator = accumulating_trunk(count=lambda batch: next(counts))
     assert accumulator.window(BATCHES[:2]).counts == {"count": 16777218}
 
 
 @pytest.mark.parametrize("again", ["window", "windows"])
 def test_next_window_refuses_a_forgotten_step_once(again):
-    model, _, accumulator = make(steps=2)
+    model, accumulator = accumulating_trunk(steps=2)
     run_window(accumulator.window(BATCHES), model)  # and dropped
     ask = accumulator.window if again == "window" else lambda batches: next(accumulator.windows(batches))
     with pytest.raises(DistaccumError, match=r"one is complete but not stepped.*\(a second request discards it\)"):
@@ -397,7 +370,7 @@ def test_single_number_beside_counted_entries_is_told_once():
 def test_scalars_of_an_update_go_into_a_logger_as_they_are(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
-    model, _, accumulator = make(max_norm=math.inf, count={"a": lambda _: 1, "b": lambda _: 2})
+    model, accumulator = accumulating_trunk(max_norm=math.inf, count={"a": lambda _: 1, "b": lambda _: 2})
     both = lambda *given: {"a": loss_of(*given), "b": loss_of(*given)}  # noqa: E731
     update = run_window(accumulator.window(BATCHES[:2]), model, both).step()
     numbers = update.scalars()

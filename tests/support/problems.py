@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 from distaccum import count_samples, count_tokens
-from tests.support.windows import error, gradient, gradient_of, run_window
+from tests.support.windows import accumulating, error, gradient, gradient_of, run_window
 
 IGNORED = -100
 
@@ -70,12 +70,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], str, str, Any]] = {
 }
 
 
-def big_batch(case: str, micro_batches: Sequence[Batch], at: Tensor | None = None) -> tuple[float, Tensor]:
-    """Loss and gradient of one call of the criterion on all samples, in float64 and at these weights: the oracle."""
+def big_batch(case: str, micro_batches: Sequence[Batch]) -> tuple[float, Tensor]:
+    """Loss and gradient of one call of the criterion on all samples, in float64: the oracle."""
     loss_fn, how, reduction, _ = CASES[case]
     net = make_net(micro_batches[0]["x"].dtype).double()  # the same rounded weights
-    if at is not None:
-        nn.utils.vector_to_parameters(at.double(), net.parameters())
     batch = join(micro_batches)
     batch["x"] = batch["x"].double()
     loss = loss_fn(net, batch, "mean" if reduction == "sum_to_mean" else how)
@@ -87,6 +85,10 @@ def trunk() -> nn.Module:
     """A net whose parameters all take part in every loss."""
     net = make_net()
     return nn.Sequential(net.body, net.head)
+
+
+def accumulating_trunk(**options: Any) -> Any:
+    return accumulating(trunk(), 0.1, **options)
 
 
 class Choosing(nn.Module):
