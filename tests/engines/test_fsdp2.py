@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples
 from tests.support.counting import Counting
@@ -28,7 +28,17 @@ from tests.support.problems import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.versions import has, needs
-from tests.support.windows import error, gradient, gradient_of, loss_of, refused, run_window, warned, weights
+from tests.support.windows import (
+    accumulating,
+    error,
+    gradient,
+    gradient_of,
+    loss_of,
+    refused,
+    run_window,
+    warned,
+    weights,
+)
 
 pytestmark = needs("torch", "2.13", "FSDP2")
 EVEN = [[2, 1, 3, 2]] * 2
@@ -100,8 +110,7 @@ def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
     for name, turns in USES.items():
         if sync == "gathered" and "stand-in" in name:
             continue
-        model = fully_shard(Choosing())
-        accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
+        model, accumulator = accumulating(fully_shard(Choosing()), sync=sync)
         for turn, uses in enumerate(turns):
             seen[name, turn] = choices_off(model, accumulator, uses) <= 1e-10
     assert [case for case, right in seen.items() if not right] == []
@@ -143,9 +152,8 @@ def test_optimizer_that_was_made_after_a_forward_is_refused():
 @pytest.mark.parametrize("sync", SHARDED)
 @on_ranks(2)
 def test_stand_in_with_a_loss_in_which_nothing_counts_now_adds_nothing(sync):
-    model = fully_shard(make_net_without_router())
     count = {"samples": count_samples, "marked": lambda batch: batch["mark"]}
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), sync=sync, count=count, steps=1)
+    model, accumulator = accumulating(fully_shard(make_net_without_router()), sync=sync, count=count, steps=1)
     for mark, layout in ((1, EVEN), (0, [[2, 1], []])):
         window = accumulator.window([{**batch, "mark": mark} for batch in own(layout)])
         run_window(window, model, lambda *given: {"samples": (loss := loss_of(*given)), "marked": 0.5 * loss})
@@ -285,7 +293,6 @@ def test_steps_by_hand_are_those_of_fsdp2_after_windows_that_end_or_are_left(syn
 
 
 WAYS = [
-    "evaluation in the loop",
     "evaluation before step()",
     "kept after backward",
     "kept after forward",
@@ -308,11 +315,6 @@ def test_weights_gathered_before_a_step_are_not_used_after_it(how):
             failed.append(how)
             raise KeyError(how)
 
-    def run(batch: Any) -> None:
-        window.backward(loss_of(model, batch))
-        if how == "evaluation in the loop":
-            evaluate()
-
     def evaluate() -> None:
         with torch.no_grad():
             loss_of(model, own(layout)[0])
@@ -326,6 +328,6 @@ def test_weights_gathered_before_a_step_are_not_used_after_it(how):
         window, whole = accumulator.window(own(layout, index)), everything(layout, index)
         if how.startswith("kept"):
             getattr(model, f"set_reshard_after_{how.split()[-1]}")(False)
-        looks = {"run": run, "between": between.get(how, lambda: None), "lr": lr}
+        looks = {"between": between.get(how, lambda: None), "lr": lr}
         with contextlib.suppress(KeyError):
             assert max(step_off(model, window, make_net_without_router(), whole, **looks)) <= 1e-10
