@@ -191,9 +191,8 @@ def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
     assert same(tmp_path / "one", tmp_path / "workers")
     broken = tmp_path / "images" / "cats" / "3.png"
     broken.write_bytes(broken.read_bytes()[:200])
-    ended = wait_for(programs.start_ranks(2, "train", *SMALL, *data, "--workers", 1, "--out", tmp_path / "broken"))
-    assert [done.status for done in ended] == [1, 1]
-    text = "".join(done.text for done in ended)
+    words = ("train", *SMALL, *data, "--workers", 1, "--out", tmp_path / "broken")
+    text = programs.run(*words, ranks=2, status=1).of_all
     assert f"{broken} is no image that can be read" in text and "Traceback" not in text
 
 
@@ -280,9 +279,7 @@ def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, argu
 
 
 def test_ranks_print_a_mistake_once(programs):
-    ended = wait_for(programs.start_ranks(2, "train", "--batch-size", 1))
-    assert [done.status for done in ended] == [2, 2]
-    assert sum(done.text.count("train: ") for done in ended) == 1
+    assert programs.run("train", "--batch-size", 1, ranks=2, status=2).of_all.count("train: ") == 1
 
 
 def test_run_leaves_a_log_a_summary_and_a_picture(programs, tmp_path):
@@ -361,9 +358,8 @@ def test_resumed_run_may_change_engine_and_ranks(programs, tmp_path, few):
 def test_nonfinite_loss_prints_one_line_and_checkpoints_stay(programs, tmp_path):
     options = (*SMALL, "--updates", 5, "--checkpoint-every", 1, "--max-norm", 0, "--schedule", "constant")
     done = programs.run("train", *options, "--lr", 1e30, "--out", tmp_path / "run", status=1)
-    (line,) = [line for line in done.text.splitlines() if line.startswith("train: ")]
+    line = only_line(done.text)
     assert "is not finite" in line and "--resume goes on from it" in line
-    assert "Traceback" not in done.text
     text = trained(programs, tmp_path / "skip", *options, "--lr", 1e30, "--on-nonfinite", "skip")
     assert "was skipped: a gradient is not finite" in text
     last = log_of(tmp_path / "skip")[-1]
@@ -401,9 +397,8 @@ def test_resume_prints_the_checkpoint_that_it_found(programs, ended):
 def test_checkpoint_that_cannot_be_read_is_named(programs, ended):
     state = ended / "checkpoints" / "update-00000002" / "state.pt"
     state.write_bytes(state.read_bytes()[:1000])
-    stopped = wait_for(programs.start_ranks(2, "train", *RESUMED, "--updates", 2, "--out", ended))
-    assert [done.status for done in stopped] == [2, 2]
-    assert f"{state.parent} cannot be read (" in "".join(done.text for done in stopped)
+    stopped = programs.run("train", *RESUMED, "--updates", 2, "--out", ended, ranks=2, status=2)
+    assert f"{state.parent} cannot be read (" in stopped.of_all
 
 
 def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, ended):
@@ -451,5 +446,5 @@ def test_ranks_name_the_loss_of_another(programs, tmp_path):
     started[1].send(signal.SIGKILL)
     survivor = started[0].wait()
     assert survivor.status == 1
-    (line,) = [line for line in survivor.text.splitlines() if line.startswith("train: ")]
+    line = only_line(survivor.text)
     assert "rank 0 lost contact with the other ranks" in line and "--resume goes on from it" in line

@@ -24,6 +24,7 @@ class Program:
 
     def __init__(self, process: BaseProcess, log: Path, errors: Path) -> None:
         self._process, self._log, self._errors = process, log, errors
+        self.of_all = ""  # of rank 0: the output of all ranks, once they have ended
 
     @property
     def status(self) -> int | None:
@@ -111,7 +112,8 @@ class Programs:
         else:
             ended = wait_for(self.start_ranks(ranks, program, *arguments, **environment))
         expected = {ended[0].status if status is None else status}
-        assert {done.status for done in ended} == expected, "\n".join(done.text for done in ended)
+        ended[0].of_all = "\n".join(done.text for done in ended)
+        assert {done.status for done in ended} == expected, ended[0].of_all
         return ended[0]
 
     def stop(self) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from distaccum import __version__
 from distaccum.tools.cli import main
-from tests.support.programs import wait_for
 
 FACTORIES = """
 import torch
@@ -27,14 +26,10 @@ def counted(**options):
     given = dict(zip(("model", "batch", "loss_fn"), good()))
     return {**given, "count": lambda b: (b["labels"] >= 0).sum(), **options}
 
-def in_five():
-    return counted(steps=5)
-
-def in_no_size():
-    return counted(micro_batch_size=0)
-
-def summed():
-    return counted(reduction="sum")
+in_five = lambda: counted(steps=5)
+in_no_size = lambda: counted(micro_batch_size=0)
+summed = lambda: counted(reduction="sum")
+incomplete = lambda: {"model": 1}
 
 def on_ranks():
     import torch.distributed as dist
@@ -50,9 +45,6 @@ def fails():
 def talks():
     print("noise")
     return counted()
-
-def incomplete():
-    return {"model": 1}
 """
 
 
@@ -109,6 +101,10 @@ MISTAKES = {
     "plan --memory 80": "memory='80', expected a whole number of at least 1,000,000, such as 80GB",
     "plan --lr 0": "lr=0.0, expected a number above 0",
     "plan --ranks x": "ranks='x', expected a whole number of at least 1, such as 8 or 512",
+    "plan --ranks 6 --nodes 4": "ranks=6 on nodes=4, expected as many ranks on each node",
+    "plan --parameters many": "such as 7e9, 7b, 350M or 11.7M; or one of resnet50, gpt2, llama-7b",
+    "plan --nodes 1.5": "nodes='1.5', expected a whole number of at least 1",
+    "plan --optimizer lion": "optimizer='lion', expected one of sgd, momentum, adam",
     "plan --dtype int8": "dtype='int8', expected one of float32, bfloat16, float16",
     "audit --updates 0 train.py": "--updates=0, expected a whole number of at least 1; leave it out to run the script",
     "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",
@@ -137,7 +133,6 @@ def test_command_and_module_print_the_version(command):
 
 
 def test_check_prints_one_report_of_two_ranks(folder, programs):
-    started = programs.start_ranks(2, "distaccum", "check", "factories:on_ranks", PYTHONPATH=str(folder))
-    ended = wait_for(started)
-    assert [done.status for done in ended] == [0, 0], ended
-    assert "".join(done.text for done in ended).count("in 3 + 3 micro-batches, one batch of 12: equi") == 1
+    words = ("distaccum", "check", "factories:on_ranks")
+    done = programs.run(*words, ranks=2, status=0, PYTHONPATH=str(folder))
+    assert done.of_all.count("in 3 + 3 micro-batches, one batch of 12: equi") == 1
