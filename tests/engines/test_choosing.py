@@ -18,7 +18,7 @@ from tests.support.problems import make_net, make_net_without_router
 from tests.support.programs import ROOT
 from tests.support.ranks import on_ranks
 from tests.support.versions import needs
-from tests.support.windows import accumulating, refused, weights
+from tests.support.windows import accumulating, refused, warned, weights
 
 
 def test_job_of_several_ranks_without_a_process_group_is_refused(monkeypatch):
@@ -39,8 +39,7 @@ def test_hybrid_strategy_of_one_shard_is_refused():
     """Torch warns that it switches to NO_SHARD, over the one rank of the shard, and reduces nothing."""
     mesh = mesh_of((2, 1), "replicas", "shards")
     for name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warned():
             model = wrappers.fsdp1(make_net_without_router(), [], strategy=name, device_mesh=mesh)
         said = refused(Accumulator, model, SGD(model.parameters(), lr=0.1))
         assert "over 2 replicas of 1 shards" in said and "with several shards; use fully_shard" in said, said

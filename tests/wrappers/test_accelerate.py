@@ -1,7 +1,6 @@
 """Accelerate: objects from `prepare` on real ranks, with its singletons restored."""
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,8 +58,7 @@ def prepare(accelerator: Any, **options: Any) -> Any:
     schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
     net, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
     given = {"accelerator": accelerator} if options.pop("given", True) else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Accelerate would step the schedule more often
+    with warned():  # Accelerate would step the schedule more often
         return net, optimizer, schedule, Accumulator(net, optimizer, scheduler=schedule, **given, **options)
 
 
