@@ -124,13 +124,6 @@ def teachers(job: Job) -> None:
     student.run()
 
 
-def jobs_in_one_process(job: Job) -> None:
-    for generation in range(3):
-        job.join(generation)
-        Training().run()
-        dist.destroy_process_group()
-
-
 def lost_rank(job: Job) -> None:
     """Rank 1 dies between a loop and its step; all others hear of it in that step."""
     job.join(seconds=8)
@@ -208,7 +201,6 @@ WORLDS: list[tuple[int, Callable[[Job], None]]] = [
     (3, groups_of_the_caller),
     (3, gan),
     (4, teachers),
-    (2, jobs_in_one_process),
     (9, lost_rank),
     (3, survivor_meets_a_new_rank),
     (2, children_that_exit),
