@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau, StepLR
 
 from distaccum import Accumulator, Extension, count_samples, count_tokens
 from distaccum.norms import local
-from tests.support.engines import KINDS
+from tests.support.engines import KINDS, with_sgd, wrappers
 from tests.support.problems import make_net_without_router, micro_batches_of, trunk
 from tests.support.ranks import Ranks, on_ranks
-from tests.support.windows import refused, run_window, weights
+from tests.support.windows import refused, run_window, says, weights
 
 
 class Quiet(Extension):
@@ -67,9 +67,8 @@ def test_settings_that_differ_between_ranks_are_named_on_all_of_them():
         assert refused(accumulator.window, batches) == seen, "as long as they differ"
 
 
-def beside_sharded(model, lr):
-    both = nn.ModuleList([fully_shard(model), nn.Linear(4, 4)])
-    return both, SGD(both.parameters(), lr=lr)
+def beside(model, lr):
+    return with_sgd(nn.ModuleList([model, nn.Linear(4, 4)]), lr)
 
 
 # By name: how a model is wrapped, and whether rank 3 has copies of what other ranks have
@@ -77,7 +76,10 @@ WRAPPED = {
     "DDP": (KINDS["DDP"].wrap, True),
     "FSDP2": (KINDS["FSDP2"].wrap, False),
     "FSDP2 on a hybrid mesh": (KINDS["HSDP, 2 replicas of 2 shards"].wrap, True),
-    "beside FSDP2": (beside_sharded, True),
+    "beside FSDP2": (lambda net, lr: beside(fully_shard(net), lr), True),
+    "beside DDP": (lambda net, lr: beside(DistributedDataParallel(net), lr), True),
+    "ignored by FSDP2": (lambda net, lr: with_sgd(fully_shard(net, ignored_params={net.head.bias}), lr), True),
+    "ignored by FSDP1": (lambda net, lr: with_sgd(wrappers.fsdp1(net, ignored_modules=[net.head]), lr), True),
     "FSDP1": (KINDS["FSDP1"].wrap, False),
     "FSDP1 on a hybrid mesh": (KINDS["FSDP1, HYBRID_SHARD"].wrap, True),
 }
@@ -127,7 +129,7 @@ def test_copies_of_weights_that_differ_are_refused_and_parts_are_not():
             accumulator = Accumulator(model, optimizer)
             said = refused(accumulator.window, micro_batches_of([[1]] * 4, 0, dist.get_rank()))
             assert (said != "nothing") == (is_copied and change == 1.0), (name, change, said)
-            assert said == "nothing" or " differs between the data-parallel ranks (rank " in said
+            assert said == "nothing" or says("... differs between the data-parallel ranks (rank ...[Shard(0)])", said)
 
 
 @on_ranks(2)

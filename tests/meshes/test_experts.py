@@ -22,7 +22,7 @@ from tests.support.collectives import Sum, gathered
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import IGNORED
 from tests.support.ranks import mesh_of, on_ranks
-from tests.support.windows import refused, run_window
+from tests.support.windows import refused
 
 EXPERTS = 4
 # Sizes of micro-batches by data rank: even, uneven, two dry ranks.
@@ -155,36 +155,6 @@ def test_experts_as_dtensors_are_refused_where_their_gradient_or_norm_is_unknown
     ):
         said = refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))
         assert where in said and cure in said
-
-
-@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])
-@on_ranks(2)
-def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
-    model = make_mixture()
-    experts, kept = model.experts, model.experts.weight.detach().clone()
-    if wrapper == "FSDP2":
-        fully_shard(model, mesh=mesh_of((2,)), ignored_params={experts.weight})
-    elif wrapper == "FSDP1":
-        model = FullyShardedDataParallel(model, ignored_modules=[experts], device_id=torch.device("cpu"))
-    else:
-        del model.experts
-        object.__setattr__(model, "experts", experts)  # a module that is none of its own
-        model = DistributedDataParallel(model)
-    every = list(dict.fromkeys([*model.parameters(), *experts.parameters()]))
-
-    def loop() -> None:
-        models = [model, experts] if wrapper == "DDP" else model
-        accumulator = Accumulator(models, SGD(every, lr=0.0), count=count_tokens("labels"))
-        for index in range(2):
-            window = accumulator.window(own(WINDOWS[0], index))
-            run_window(window, model, lambda model, batch: losses(model, batch, False)["tokens"]).step()
-
-    for change in (0.0, 1e-9, 1.0):
-        with torch.no_grad():
-            experts.weight.copy_(kept * (1 + change * dist.get_rank()))
-        said = refused(loop)
-        assert said == "nothing" or change == 1.0
-    assert "weight differs between the data-parallel ranks" in said and "[Shard(0)]" in said
 
 
 def test_gathered_parameters_are_refused_with_experts(ranks):
