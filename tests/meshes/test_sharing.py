@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism beside FSDP2, on 2 x 2 and 2 x 2 x 2 ranks, against one big batch in one process."""
 
-import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.oracle import everything, step_off
 from tests.support.problems import make_batch, micro_batches_of
 from tests.support.ranks import mesh_of, on_ranks
-from tests.support.windows import refused, run_window, weights
+from tests.support.windows import refused, run_window, warned, weights
 
 # Sizes of micro-batches by data-parallel rank: even, uneven, a dry rank.
 WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
@@ -103,6 +103,11 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     return model(batch["x"]).square().mean()
 
 
+def names_of_partial(net: nn.Module) -> list[str]:
+    gradients = [(name, p.grad) for name, p in net.named_parameters() if hasattr(p.grad, "placements")]
+    return [name for name, gradient in gradients if any(one.is_partial() for one in gradient.placements)]
+
+
 # By plan, the loss of outputs that stay a DTensor, and how it lies over the tensor-parallel ranks.
 LOSSES = {"loss": (criterion, "R"), "replicated loss": (squares, "R"), "partial loss": (squares, "P")}
 
@@ -128,14 +133,22 @@ def test_law_holds_beside_tensor_parallel_ranks(world, plan, sync, clip, wrap):
     for index, pair in enumerate(WINDOWS):
         layout = [pair[r % 2] for r in range(num)] if num > 1 else [pair[1]]
         window = accumulator.window(micro_batches_of(layout, index, rank))
+        partial: list[list[str]] = []  # after each backward, and after the last
 
-        def run(batch: Any, window: Any = window) -> None:
+        def run(batch: Any, window: Any = window, partial: Any = partial) -> None:
             loss = loss_fn(net, batch)
             assert plan not in LOSSES or str(loss.placements[0])[0] == placement
             window.backward(loss)
+            partial.append(names_of_partial(net))
+
+        def look(partial: Any = partial) -> None:
+            partial.append(names_of_partial(net))
 
         with loss_parallel():
-            assert max(step_off(net, window, make_text(), everything(layout, index), loss_fn, run, clip)) <= 1e-10
+            looks = {"clip": clip, "between": look}
+            assert max(step_off(net, window, make_text(), everything(layout, index), loss_fn, run, **looks)) <= 1e-10
+        if (world, plan) == (2, "sequence"):
+            assert partial[0] and partial == [partial[0]] * len(window) + [[]], "settled once"
 
 
 @pytest.mark.parametrize(
@@ -147,14 +160,8 @@ def test_plans_of_ranks_that_share_samples_must_be_equal(how, said):
     net, rank = sharded((2, 2), "tensor")
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
     batches = [make_batch(2, seed=rank), make_batch(2, seed=rank + 5)]
-    if dist.get_rank() == 3:
-        if how == "number":
-            batches.pop()
-        elif how == "length":
-            batches[0] = make_batch(3, seed=rank)
-        else:
-            batches[0] = make_batch(2, seed=77)
-    message = refused(accumulator.window, batches)
+    others = {"number": [], "length": [make_batch(3, seed=rank)], "data": [make_batch(2, seed=77)]}
+    message = refused(accumulator.window, [*others[how], batches[1]] if dist.get_rank() == 3 else batches)
     assert run_window(accumulator.window([make_batch(2, seed=rank)]), net, criterion).step().stepped, "the next one"
     assert "ranks [2, 3] compute on the same samples together, and have " + said in message
     assert "by the data-parallel rank" in message
@@ -181,26 +188,6 @@ def test_failure_of_tensor_parallel_ranks_is_undone_where_it_is_and_told_to_nobo
     accumulator.update(make_batch(4, seed=rank), loss_fn)
 
 
-def names_of_partial(net: nn.Module) -> list[str]:
-    gradients = [(name, p.grad) for name, p in net.named_parameters() if hasattr(p.grad, "placements")]
-    return [name for name, gradient in gradients if any(one.is_partial() for one in gradient.placements)]
-
-
-@on_ranks(2)
-def test_partial_sums_are_settled_once_after_the_last_backward():
-    net, _ = sharded((2,), "sequence")
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count_tokens("labels"))
-    window, partial = accumulator.window([make_batch(2, seed=i) for i in range(2)]), []
-    for batch in window:
-        window.backward(criterion(net, batch))
-        partial.append(names_of_partial(net))
-    partial.append(names_of_partial(net))
-    window.step()
-    first, last, after = partial
-    assert first and first == last
-    assert after == []
-
-
 @on_ranks(2)
 def test_loss_over_data_parallel_ranks_is_refused():
     mesh = mesh_of((2,))
@@ -214,17 +201,13 @@ def test_loss_over_data_parallel_ranks_is_refused():
     assert "a DTensor over the data-parallel ranks [0, 1]" in message and "take the loss of local outputs" in message
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP1"])
 @on_ranks(2)
-def test_tensor_parallel_modules_are_refused_under_ddp_and_fsdp1(how):
+def test_tensor_parallel_modules_are_refused_under_ddp_and_fsdp1():
     mesh = mesh_of((1, 2), "data", "tensor")
-    net = parallelized(make_text(), mesh["tensor"], "tensor")
-    model: Any
-    if how == "DDP":
-        model = DistributedDataParallel(net, device_mesh=mesh["data"])
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warns that a mesh of one rank is not cut
-            model = FullyShardedDataParallel(net, device_mesh=mesh["data"], device_id=torch.device("cpu"))
-    said = refused(Accumulator, model, SGD(model.parameters(), lr=0.0))
-    assert "is a DTensor or a part of one, and " in said and "use fully_shard over the data-parallel mesh" in said
+    for wrap in (DistributedDataParallel, partial(FullyShardedDataParallel, device_id=torch.device("cpu"))):
+        net = parallelized(make_text(), mesh["tensor"], "tensor")
+        with warned():  # FSDP1's, that a mesh of one rank is not cut
+            model = wrap(net, device_mesh=mesh["data"])
+        said = refused(Accumulator, model, SGD(model.parameters(), lr=0.0))
+        assert "is a DTensor or a part of one, and " in said
+        assert "use fully_shard over the data-parallel mesh" in said

@@ -61,13 +61,7 @@ class Job:
         return window.step().reason
 
 
-MESHES = {
-    "tensor, 2 x 2": 4,
-    "sequence, 2 x 2": 4,
-    "sequence, 2": 2,
-    "context": 4,
-    "experts": 4,
-}
+MESHES = {"tensor, 2 x 2": 4, "sequence, 2 x 2": 4, "sequence, 2": 2, "context": 4, "experts": 4}
 if has("torch", "2.15"):
     MESHES |= {"stages none": 2, "stages ddp": 4, "stages fsdp2": 4, "stages fsdp2 several": 4}
 
