@@ -1,5 +1,6 @@
 """Late weights in a loop of one's own, with gradients of several kinds, on real ranks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,38 +8,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import count_tokens
 from distaccum.trainers.late import LateWindow
+from tests.grids.test_models import ids
+from tests.support.problems import join, make_batch, token_loss
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, gradient
 
 COUNT = count_tokens("labels")
-KEPT = [[3, 0, 5], [2, 4, 0]]  # labels of each micro-batch of each rank; rank 1's last, which reduces, has none
+KEPT = [[0.5, 0, 0.8], [0.3, 0.6, 0]]  # labels of each micro-batch of each rank; none in rank 1's last, which reduces
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 6)
+        self.embedding, self.head = nn.Embedding(12, 6, sparse=True), nn.Linear(6, 4)
         self.double()
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embedding(ids)))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(ids({"x": x}))))
 
 
-def micro_batch(kept: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 6, (7,), generator=generator)
-    labels[kept:] = -100
-    return {"ids": torch.randint(0, 9, (7,), generator=generator), "labels": labels}
-
-
-def summed(model: Any, batch: Any) -> Tensor:
-    return cross_entropy(model(batch["ids"]), batch["labels"], reduction="sum")
+summed = partial(token_loss, how="sum")
 
 
 def mean(model: Any, batch: Any) -> Tensor:
@@ -55,14 +49,13 @@ def test_late_weights_give_the_gradient_of_the_big_batch_where_something_counts_
             net = Net()
             net.embedding.sparse = wrap is not fully_shard
             model, late = wrap(net), LateWindow(reduction, COUNT)
-            everything = [micro_batch(n, 10 * r + i) for r in range(world) for i, n in enumerate(KEPT[r])]
-            whole = {key: torch.cat([batch[key] for batch in everything]) for key in everything[0]}
+            whole = join([make_batch(2, seed=10 * r + i, kept=n) for r in range(world) for i, n in enumerate(KEPT[r])])
             exact = Net()
             expected = (summed if reduction == "sum" else mean)(exact, whole)
             expected.backward()
             for kept in (KEPT[rank], [0, 0, 0]):
                 for i, number in enumerate(kept):
-                    batch = micro_batch(number, 10 * rank + i)
+                    batch = make_batch(2, seed=10 * rank + i, kept=number)
                     late.begin_micro_batch()
                     late.weigh(loss_of(model, batch), [COUNT(batch)]).backward()
                 loss, counts = late.divide(model.parameters()), any(kept)
