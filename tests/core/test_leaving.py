@@ -109,7 +109,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator
 
-
 def train(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=2)
     model = DistributedDataParallel(nn.Linear(8, 8))
@@ -121,7 +120,6 @@ def train(rank, folder):
     threading.current_thread().kept = kept = accumulator.windows(iter([torch.randn(4, 8)] * 4))  # outlives all modules
     next(kept)
     return accumulator, model, window, update
-
 
 ranks = {}
 for end in ("hold", "destroy"):

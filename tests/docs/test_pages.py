@@ -28,6 +28,7 @@ import distaccum
 from distaccum import Accumulator
 from tests.support.engines import import_deepspeed
 from tests.support.programs import ROOT
+from tests.support.windows import warned
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python((?: \w+=\w+)*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -56,8 +57,7 @@ def printed_by(code):
     if "import Fabric" in code or "import pytorch_lightning" in code:
         warnings.simplefilter("ignore")  # their own
     if "import AccumulatingTrainer" in code:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warned():
             import deepspeed  # noqa: F401  # which transformers imports, and which prints then
     with redirect_stdout(out), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed on torch 2.13

@@ -15,6 +15,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator
+from tests.support.engines import wrappers
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import Batch
 from tests.support.ranks import on_ranks
@@ -125,14 +126,9 @@ def wrap(kind: str, model: Any) -> nn.Module:
         return model
     if kind == "DDP":
         return DistributedDataParallel(model)
-    from torch.distributed.fsdp import fully_shard
-
-    if kind == "FSDP2, parts":
-        tied = [[model.table, model.head], model.body] if isinstance(model, Tied) else model.children()
-        for part in tied:
-            for each in part if isinstance(part, nn.ModuleList) else [part]:
-                fully_shard(each)
-    return fully_shard(model)
+    parts = [[model.table, model.head], model.body] if isinstance(model, Tied) else model.children()
+    flat = [each for part in parts for each in (part if isinstance(part, nn.ModuleList) else [part])]
+    return wrappers.fully_sharded(model, flat if kind == "FSDP2, parts" else [])
 
 
 def layouts(kind: str) -> Any:

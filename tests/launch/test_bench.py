@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from distaccum.extensions import NoiseScale
 from tests.support.programs import ROOT, Programs
-from tests.support.windows import accumulating, error, gradient, loss_of, run_window, weights
+from tests.support.windows import accumulating, error, gradient_of, loss_of, run_window, set_weights, weights
 
 pytestmark = pytest.mark.long
 
@@ -41,8 +41,7 @@ def errors_of_loops() -> dict[str, float]:
     plain, found = make_net().double(), {}
     for index in range(2):  # big batches
         plain.zero_grad()
-        loss_of(plain, torch.cat(batches_of(index)).double()).backward()
-        nn.utils.vector_to_parameters(weights(plain) - gradient(plain), plain.parameters())
+        set_weights(plain, weights(plain) - gradient_of(plain, torch.cat(batches_of(index)).double()))
     for contender in CONTENDERS:
         if str(contender).startswith("plain"):
             net = make_net()

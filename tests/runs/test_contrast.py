@@ -21,7 +21,7 @@ from tests.support.counting import Counting
 from tests.support.engines import KINDS, wrapped
 from tests.support.problems import join, make_net
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, freed_by_counts, full, gradient, weights
+from tests.support.windows import accumulating, error, freed_by_counts, full, gradient, weights
 
 Pair = dict[str, Tensor]
 
@@ -137,9 +137,8 @@ def test_contrast_under_autocast_is_as_exact_as_one_batch():
     """Autocast caches cast weights; the second pass must not use those of the pass without a graph."""
     batch, ends = pairs(12, seed=1, dtype=torch.float32), []
     for cut in (12, 3):
-        model = Towers(torch.float32)
-        scaler = GradScaler("cpu", init_scale=2.0**12)
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=cut, scaler=scaler)
+        options = {"micro_batch_size": cut, "scaler": GradScaler("cpu", init_scale=2.0**12)}
+        model, accumulator = accumulating(Towers(torch.float32), 1.0, **options)
         before = weights(model)
         with torch.autocast("cpu", torch.float16):
             assert accumulator.contrast(batch, model, lambda *both, model=model: clip(model, *both)).stepped
@@ -269,7 +268,7 @@ def test_fault_on_one_rank_is_raised_on_all_ranks_and_leaves_no_trace():
 def test_parameter_hidden_by_fsdp1_is_refused_in_the_loss():
     net = Towers()
     model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2)
+    _, accumulator = accumulating(model, 1.0, micro_batch_size=2)
     with pytest.raises(DistaccumError, match="what FSDP or ZeRO shards in encode"):
         loss_fn = lambda a, b: (a @ b.T).mean() * sum(map(torch.sum, net.parameters()))  # noqa: E731
         accumulator.contrast(pairs(4, seed=0), model, loss_fn)
