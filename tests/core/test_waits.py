@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distaccum import Accumulator, Update, Window, count_samples
 from distaccum.extensions import NoiseScale, WideSums
 from tests.support.counting import Counting
-from tests.support.windows import loss_of
+from tests.support.windows import accumulating, loss_of
 
 
 def heads_of(window: Window, model: nn.Module, inputs: Tensor) -> None:
