@@ -102,15 +102,15 @@ def waiting(how, comes_late):
     return said
 
 
-@pytest.mark.parametrize(
-    ("how", "where", "comes_late"),
-    [
-        ("not made", ", which did not come to it", False),
-        ("fails", " (ValueError: steps=0, expected a whole number", True),
-        ("late", " (TypeError: ReduceLROnPlateau needs a metric, ", False),
-        ("no window", ", which did not come to it", True),
-    ],
-)
+ABSENT = [
+    ("not made", ", which did not come to it", False),
+    ("fails", " (ValueError: steps=0, expected a whole number", True),
+    ("late", " (TypeError: ReduceLROnPlateau needs a metric, ", False),
+    ("no window", ", which did not come to it", True),
+]
+
+
+@pytest.mark.parametrize(("how", "where", "comes_late"), ABSENT)
 def test_rank_that_does_not_come_is_named_with_the_error_that_kept_it(how, where, comes_late):
     with closing(Ranks(2)) as ranks:  # of its own, since the group cannot be used any more
         said, _ = ranks.run(waiting, how, comes_late)

@@ -124,25 +124,25 @@ def test_tensors_that_cannot_be_cut_are_refused():
     assert all(part["graph"] is shared for part in split({"x": torch.ones(5), "graph": shared}, 5, steps=2))
 
 
-@pytest.mark.parametrize(
-    ("batch", "lengths"),
-    [
-        ({"a": torch.zeros(4, 2), "b": torch.zeros(6, 2)}, "{'a': 4, 'b': 6}"),
-        # Two of three are no reason: sequences first, padding of another length, weights of classes.
-        ((torch.zeros(4, 6, 5), torch.zeros(4, 6), torch.zeros(6)), "{'0': 4, '1': 4, '2': 6}"),
-        ((torch.zeros(4, 1, 5), torch.zeros(4, 1), torch.zeros(1)), "{'0': 4, '1': 4, '2': 1}"),
-        ({"x": torch.zeros(4, 2), "of": {"weights": torch.zeros(3)}}, "{'x': 4, 'of.weights': 3}"),
-        ({"x": torch.zeros(5), "classes": ["cat", "dog"]}, "{'x': 5, 'classes': 2}"),
-        ({"x": torch.zeros(5), "size": (224, 224)}, "{'x': 5, 'size': 2}"),
-        ({"x": nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])}, "{'x.data': 4, 'x.batch_sizes': 3}"),
-        # A list may be of samples or of columns, and nothing else says which.
-        ({"images": [torch.zeros(3, 8, 8) for _ in range(5)]}, "{'images': 3 or 5}"),
-        ({"images": [torch.zeros(1, 8, 8) for _ in range(5)]}, "{'images': 1 or 5}"),
-        ([torch.zeros(4), torch.zeros(6), torch.zeros(4)], "{'list': 3 or 4 or 6}"),
-        ([{"ids": torch.zeros(7)} for _ in range(4)], "{'list': 4 or 7}"),
-        (({"x": torch.zeros(8)}, {"x": torch.zeros(24)}), "{'tuple': 2 or 8"),
-    ],
-)
+UNEQUAL = [
+    ({"a": torch.zeros(4, 2), "b": torch.zeros(6, 2)}, "{'a': 4, 'b': 6}"),
+    # Two of three are no reason: sequences first, padding of another length, weights of classes.
+    ((torch.zeros(4, 6, 5), torch.zeros(4, 6), torch.zeros(6)), "{'0': 4, '1': 4, '2': 6}"),
+    ((torch.zeros(4, 1, 5), torch.zeros(4, 1), torch.zeros(1)), "{'0': 4, '1': 4, '2': 1}"),
+    ({"x": torch.zeros(4, 2), "of": {"weights": torch.zeros(3)}}, "{'x': 4, 'of.weights': 3}"),
+    ({"x": torch.zeros(5), "classes": ["cat", "dog"]}, "{'x': 5, 'classes': 2}"),
+    ({"x": torch.zeros(5), "size": (224, 224)}, "{'x': 5, 'size': 2}"),
+    ({"x": nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])}, "{'x.data': 4, 'x.batch_sizes': 3}"),
+    # A list may be of samples or of columns, and nothing else says which.
+    ({"images": [torch.zeros(3, 8, 8) for _ in range(5)]}, "{'images': 3 or 5}"),
+    ({"images": [torch.zeros(1, 8, 8) for _ in range(5)]}, "{'images': 1 or 5}"),
+    ([torch.zeros(4), torch.zeros(6), torch.zeros(4)], "{'list': 3 or 4 or 6}"),
+    ([{"ids": torch.zeros(7)} for _ in range(4)], "{'list': 4 or 7}"),
+    (({"x": torch.zeros(8)}, {"x": torch.zeros(24)}), "{'tuple': 2 or 8"),
+]
+
+
+@pytest.mark.parametrize(("batch", "lengths"), UNEQUAL)
 def test_entries_that_differ_in_length_are_listed_with_the_cures(batch, lengths):
     said = rf"a batch are {re.escape(lengths)}.*split\(batch, length=n\), .*whole=\('name',\) .*count=, a function"
     for ask in (count_samples, functools.partial(split, steps=2)):

@@ -42,15 +42,15 @@ def num_files() -> int:
     return len(list(folder.iterdir())) if folder.exists() else 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "world", "options"),
-    [
-        ("plain", 1, {}),
-        ("plain", 1, {"extensions": [WideSums(torch.float64)]}),
-        ("DDP", 2, {"extensions": [WideSums(torch.float64)]}),
-        *(pytest.param(kind, 2, {}, marks=pytest.mark.slow) for kind in ("DDP", "FSDP2", "ZeRO 1")),
-    ],
-)
+HOOKED = [
+    ("plain", 1, {}),
+    ("plain", 1, {"extensions": [WideSums(torch.float64)]}),
+    ("DDP", 2, {"extensions": [WideSums(torch.float64)]}),
+    *(pytest.param(kind, 2, {}, marks=pytest.mark.slow) for kind in ("DDP", "FSDP2", "ZeRO 1")),
+]
+
+
+@pytest.mark.parametrize(("kind", "world", "options"), HOOKED)
 @on_ranks()
 def test_twenty_accumulators_leave_no_hook_and_no_file(kind, world, options):
     model, optimizer = KINDS[kind].wrap(make_net_without_router().float(), 0.1)

@@ -189,16 +189,15 @@ def test_nonfinite_weights_are_named_rather_than_the_data(scaler):
         window.step()
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [
-        lambda scaler, loss: scaler.scale(loss),
-        lambda scaler, loss: scaler.scale(loss.half()),
-        lambda scaler, loss: scaler.scale(loss) / 4,
-        lambda scaler, loss: scaler.scale(loss) + scaler.scale(loss),
-    ],
-    ids=["scaled", "half", "divided", "added"],
-)
+SCALINGS = {
+    "scaled": lambda scaler, loss: scaler.scale(loss),
+    "half": lambda scaler, loss: scaler.scale(loss.half()),
+    "divided": lambda scaler, loss: scaler.scale(loss) / 4,
+    "added": lambda scaler, loss: scaler.scale(loss) + scaler.scale(loss),
+}
+
+
+@pytest.mark.parametrize("scale", SCALINGS.values(), ids=SCALINGS)
 def test_loss_scaled_by_the_caller_is_refused(scale):
     model, scaler, accumulator = scaled()
     run_window(accumulator.window(BATCHES), model).step()

@@ -204,19 +204,18 @@ def a_state(**change: Any) -> dict[str, Any]:
     return {name: value for name, value in state.items() if value is not KeyError}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"skipped": KeyError}, "has no skipped; give what"),
-        ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
-        ({"fit": None}, "fit=None, expected a dict"),
-        ({"fit": {**FIT, "size": 0}}, "size=0, expected a whole number of at least 1"),
-        ({"noise": [1.0, 2.0]}, "expected three numbers"),
-        ({"scaler": {}}, "the state's scaler has scale=None"),
-        ({"rank 0": b"garbage"}, "cannot be read .UnpicklingError.: it is cut off, or of another"),
-    ],
-    ids=str,
-)
+BROKEN = [
+    ({"skipped": KeyError}, "has no skipped; give what"),
+    ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
+    ({"fit": None}, "fit=None, expected a dict"),
+    ({"fit": {**FIT, "size": 0}}, "size=0, expected a whole number of at least 1"),
+    ({"noise": [1.0, 2.0]}, "expected three numbers"),
+    ({"scaler": {}}, "the state's scaler has scale=None"),
+    ({"rank 0": b"garbage"}, "cannot be read .UnpicklingError.: it is cut off, or of another"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN, ids=str)
 def test_broken_state_is_refused_and_nothing_is_loaded(change, message):
     accumulator = measured()
     before = accumulator.state_dict()

@@ -46,18 +46,18 @@ def on_meta(run: Callable[[Window, nn.Module, Tensor], None], options: dict[str,
     return updates
 
 
-@pytest.mark.parametrize(
-    ("run", "options"),
-    [
-        pytest.param(one_of, {}, id="plain"),
-        pytest.param(one_of, {"max_norm": 1.0}, id="max_norm"),
-        pytest.param(one_of, {"extensions": [NoiseScale()]}, id="noise"),
-        pytest.param(one_of, {"extensions": [WideSums(torch.float64)]}, id="wide"),
-        pytest.param(parts_of, {}, id="parts"),
-        pytest.param(heads_of, {}, id="heads"),
-        pytest.param(names_of, {"reduction": {"squares": "mean", "sums": "sum_to_mean"}}, id="names"),
-    ],
-)
+WAYS = [
+    pytest.param(one_of, {}, id="plain"),
+    pytest.param(one_of, {"max_norm": 1.0}, id="max_norm"),
+    pytest.param(one_of, {"extensions": [NoiseScale()]}, id="noise"),
+    pytest.param(one_of, {"extensions": [WideSums(torch.float64)]}, id="wide"),
+    pytest.param(parts_of, {}, id="parts"),
+    pytest.param(heads_of, {}, id="heads"),
+    pytest.param(names_of, {"reduction": {"squares": "mean", "sums": "sum_to_mean"}}, id="names"),
+]
+
+
+@pytest.mark.parametrize(("run", "options"), WAYS)
 def test_window_on_a_device_without_values_waits_for_none(run, options):
     if run is names_of:
         options = {**options, "count": dict.fromkeys(options["reduction"], count_samples)}

@@ -390,16 +390,15 @@ class Past(SGD):
             parameter.data.sub_(parameter.grad, alpha=0.1)
 
 
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        lambda p: SGD(p, lr=0.1, foreach=True),
-        lambda p: SGD(p, lr=0.0),  # the first step of many a schedule
-        lambda p: Adam(p, lr=0.1, fused=True),
-        lambda p: Past(p, lr=0.1),
-    ],
-    ids=["foreach", "lr=0", "fused", "past counts"],
-)
+OPTIMIZERS = {
+    "foreach": lambda p: SGD(p, lr=0.1, foreach=True),
+    "lr=0": lambda p: SGD(p, lr=0.0),  # the first step of many a schedule
+    "fused": lambda p: Adam(p, lr=0.1, fused=True),
+    "past counts": lambda p: Past(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_update_says_whether_the_callers_step_moved_weights(make_optimizer):
     model = trunk()
     optimizer = make_optimizer(model.parameters())

@@ -153,14 +153,13 @@ def test_parameter_added_after_wrapping_is_averaged(options):
     assert error(gradient(net), exact) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("users", "is_searched", "turns"),
-    [
-        *((users, False, [[["012", "012"]] * 2]) for users in ([0, 1], [1])),
-        ([0, 1], True, [[["0", ""], ["1", "01"]], [["01", "1"], ["", ""]]]),
-    ],
-    ids=str,
-)
+USERS = [
+    *((users, False, [[["012", "012"]] * 2]) for users in ([0, 1], [1])),
+    ([0, 1], True, [[["0", ""], ["1", "01"]], [["01", "1"], ["", ""]]]),
+]
+
+
+@pytest.mark.parametrize(("users", "is_searched", "turns"), USERS, ids=str)
 @on_ranks(2)
 def test_parameter_used_by_the_loss_alone_is_reduced(users, is_searched, turns):
     """Also by a rank whose last micro-batch uses no parameter of DDP."""

@@ -217,14 +217,14 @@ BF16 = torch.bfloat16
 CASTS_UP = has("torch", "2.15")  # bf16 gradients add up in float32
 
 
-@pytest.mark.parametrize(
-    ("param_dtype", "reduce_dtype", "sync", "dtype", "warns"),
-    [
-        *((BF16, torch.float32, sync, torch.float32, False) for sync in SHARDED),
-        (BF16, None, "last", torch.float32, not CASTS_UP),
-        (None, None, "last", BF16, True),
-    ],
-)
+PRECISIONS = [
+    *((BF16, torch.float32, sync, torch.float32, False) for sync in SHARDED),
+    (BF16, None, "last", torch.float32, not CASTS_UP),
+    (None, None, "last", BF16, True),
+]
+
+
+@pytest.mark.parametrize(("param_dtype", "reduce_dtype", "sync", "dtype", "warns"), PRECISIONS)
 @on_ranks(2)
 def test_mixed_precision_adds_up_in_reduce_dtype_or_warns_on_rank_0(param_dtype, reduce_dtype, sync, dtype, warns):
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)

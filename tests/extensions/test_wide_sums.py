@@ -127,14 +127,14 @@ def count_large(count):
     return sum(size >= SIZE for _, size in count.take())
 
 
-@pytest.mark.parametrize(
-    ("form", "lengths", "with_unused"),
-    [
-        *((form, (50, 30), False) for form in ("DDP", "DDP views", "DDP static")),
-        *((form, (40, 40), True) for form in ("DDP find", "DDP find, views")),
-        *((form, (50, 0), False) for form in ("DDP views", "DDP find")),
-    ],
-)
+WINDOWS = [
+    *((form, (50, 30), False) for form in ("DDP", "DDP views", "DDP static")),
+    *((form, (40, 40), True) for form in ("DDP find", "DDP find, views")),
+    *((form, (50, 0), False) for form in ("DDP views", "DDP find")),
+]
+
+
+@pytest.mark.parametrize(("form", "lengths", "with_unused"), WINDOWS)
 @on_ranks(2)
 def test_ddp_reduces_the_rounded_sum_once(form, lengths, with_unused):
     rank, model = dist.get_rank(), Linear(alone=not with_unused)

@@ -33,14 +33,14 @@ def die_on_rank_1():
         os._exit(3)
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (fail_on_rank_1, ["rank 1 Traceback", "in fail_on_rank_1", "KeyError: 'this is why'", "rank 0 "]),
-        (hang_on_rank_1, ["rank 1 hangs", "in hang_on_rank_1"]),
-        (die_on_rank_1, ["rank 1 died"]),
-    ],
-)
+FAILURES = [
+    (fail_on_rank_1, ["rank 1 Traceback", "in fail_on_rank_1", "KeyError: 'this is why'", "rank 0 "]),
+    (hang_on_rank_1, ["rank 1 hangs", "in hang_on_rank_1"]),
+    (die_on_rank_1, ["rank 1 died"]),
+]
+
+
+@pytest.mark.parametrize(("function", "words"), FAILURES)
 def test_failure_of_a_rank_is_an_error_that_shows_it_first(ranks, function, words):
     these = ranks(2)
     these.run(sum_of_ranks)  # start-up does not count

@@ -94,16 +94,16 @@ def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs,
     assert "| by hand (plain, DDP) | **wrong**, " in out.with_suffix(".md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("program", "options", "row"),
-    [
-        ("audit.py", ("--rounds", 1, "--updates", 17, "--ranks", 1, "--shapes", "36 tensors"), "36 tensors"),
-        ("memory.py", ("--only", "plain, by", "--batch-size", 2, "--sizes", 1), "plain, by hand"),
-        ("pace.py", ("--rounds", 1, "--cases", 1), "1, 2, 8, 10"),
-        ("overhead.py", ("--rounds", 2, "--steps", 1, 4, "--ranks", 1), "by hand"),
-        ("gpu.py", ("--device", "cpu", "--small"), "tiny, 2"),
-    ],
-)
+PROGRAMS = [
+    ("audit.py", ("--rounds", 1, "--updates", 17, "--ranks", 1, "--shapes", "36 tensors"), "36 tensors"),
+    ("memory.py", ("--only", "plain, by", "--batch-size", 2, "--sizes", 1), "plain, by hand"),
+    ("pace.py", ("--rounds", 1, "--cases", 1), "1, 2, 8, 10"),
+    ("overhead.py", ("--rounds", 2, "--steps", 1, 4, "--ranks", 1), "by hand"),
+    ("gpu.py", ("--device", "cpu", "--small"), "tiny, 2"),
+]
+
+
+@pytest.mark.parametrize(("program", "options", "row"), PROGRAMS)
 def test_other_programs_run_small_to_their_end(programs, tmp_path, program, options, row):
     run(programs, program, *options, "--out", tmp_path / "page")
     assert f"\n| {row} |" in (tmp_path / "page.md").read_text()

@@ -93,14 +93,14 @@ def part_of_tokens(context):
     return lambda batch: tokens(batch) / context.size()
 
 
-@pytest.mark.parametrize(
-    ("wrap", "sync", "reduction", "whole"),
-    [
-        *((wrap, "last", how, False) for wrap in ("FSDP2", "DDP") for how in ("mean", "sum", "sum_to_mean")),
-        *(("FSDP2", sync, "mean", False) for sync in ("every", "gathered")),
-        *((wrap, "last", "sum_to_mean", True) for wrap in ("FSDP2", "DDP")),  # whole labels that are cut later
-    ],
-)
+PARTS = [
+    *((wrap, "last", how, False) for wrap in ("FSDP2", "DDP") for how in ("mean", "sum", "sum_to_mean")),
+    *(("FSDP2", sync, "mean", False) for sync in ("every", "gathered")),
+    *((wrap, "last", "sum_to_mean", True) for wrap in ("FSDP2", "DDP")),  # whole labels that are cut later
+]
+
+
+@pytest.mark.parametrize(("wrap", "sync", "reduction", "whole"), PARTS)
 @on_ranks(4)
 def test_law_holds_with_parts_of_sequences(wrap, sync, reduction, whole):
     net, mesh = on_a_mesh(wrap)

@@ -121,14 +121,14 @@ def errors_with_experts(how: str, sync: str, router: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("how", "sync", "router"),
-    [
-        *((how, "last", False) for how in HOW),
-        *((how, "every", False) for how in (HOW[0], HOW[3], HOW[5])),
-        ("along another dimension", "last", True),
-    ],
-)
+RUNS = [
+    *((how, "last", False) for how in HOW),
+    *((how, "every", False) for how in (HOW[0], HOW[3], HOW[5])),
+    ("along another dimension", "last", True),
+]
+
+
+@pytest.mark.parametrize(("how", "sync", "router"), RUNS)
 @on_ranks(4)
 def test_law_holds_with_experts(how, sync, router):
     assert max(errors_with_experts(how, sync, router)) <= 1e-10

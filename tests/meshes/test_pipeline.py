@@ -118,15 +118,15 @@ def run(window: Any) -> Any:
     return outputs if len(window) else None
 
 
-@pytest.mark.parametrize(
-    ("world", "kind", "wrap", "reduction", "clip"),
-    [
-        *((4, kind, "ddp", "mean", 1e9) for kind in SCHEDULES),
-        *((4, kind, "fsdp2", "mean", 1e9) for kind in ("1F1B", "Interleaved1F1B")),
-        *((2, kind, "none", "mean", 1e9) for kind in ("GPipe", "InterleavedZeroBubble")),
-        *((4, "1F1B", wrap, how, 0.05) for wrap, how in (("ddp", "sum"), ("replicate", "sum_to_mean"))),
-    ],
-)
+PIPES = [
+    *((4, kind, "ddp", "mean", 1e9) for kind in SCHEDULES),
+    *((4, kind, "fsdp2", "mean", 1e9) for kind in ("1F1B", "Interleaved1F1B")),
+    *((2, kind, "none", "mean", 1e9) for kind in ("GPipe", "InterleavedZeroBubble")),
+    *((4, "1F1B", wrap, how, 0.05) for wrap, how in (("ddp", "sum"), ("replicate", "sum_to_mean"))),
+]
+
+
+@pytest.mark.parametrize(("world", "kind", "wrap", "reduction", "clip"), PIPES)
 @on_ranks()
 def test_law_holds_over_stages(world, kind, wrap, reduction, clip):
     how = "mean" if reduction == "mean" else "sum"
@@ -215,14 +215,14 @@ def test_window_that_is_left_leaves_no_trace_in_a_pipeline():
     assert all(float(loss) > 0.5 for loss in losses), "whole: no window weighs what is only looked at"
 
 
-@pytest.mark.parametrize(
-    ("kind", "how", "said"),
-    [
-        ("1F1B", "inside", "was called on a module inside of a stage of the Schedule1F1B"),
-        ("1F1B", "layers", "nothing"),
-        ("InterleavedZeroBubble", "kept", "runs backward for inputs and for weights apart"),
-    ],
-)
+LOST = [
+    ("1F1B", "inside", "was called on a module inside of a stage of the Schedule1F1B"),
+    ("1F1B", "layers", "nothing"),
+    ("InterleavedZeroBubble", "kept", "runs backward for inputs and for weights apart"),
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "said"), LOST)
 @on_ranks(4)
 def test_sharded_stages_whose_gradients_torch_would_lose_are_refused(kind, how, said):
     """Stages of which torch reduces gradients too early, or may lose some: measured in torch 2.15."""

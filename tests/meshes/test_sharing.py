@@ -112,16 +112,16 @@ def names_of_partial(net: nn.Module) -> list[str]:
 LOSSES = {"loss": (criterion, "R"), "replicated loss": (squares, "R"), "partial loss": (squares, "P")}
 
 
-@pytest.mark.parametrize(
-    ("world", "plan", "sync", "clip", "wrap"),
-    [
-        *((4, plan, "last", 1e9, "root too") for plan in ("tensor", "sequence", *LOSSES)),
-        *((4, "sequence", sync, 0.05, "root too") for sync in ("every", "gathered")),
-        *((2, plan, "last", clip, "") for plan, clip in (("tensor", 1e9), ("sequence", 0.05))),
-        (4, "tensor", "last", 0.05, "blocks alone"),  # beside plain parameters
-        *((8, "sequence", sync, 1e9, "root too") for sync in ("replicas", "last")),
-    ],
-)
+PLANS = [
+    *((4, plan, "last", 1e9, "root too") for plan in ("tensor", "sequence", *LOSSES)),
+    *((4, "sequence", sync, 0.05, "root too") for sync in ("every", "gathered")),
+    *((2, plan, "last", clip, "") for plan, clip in (("tensor", 1e9), ("sequence", 0.05))),
+    (4, "tensor", "last", 0.05, "blocks alone"),  # beside plain parameters
+    *((8, "sequence", sync, 1e9, "root too") for sync in ("replicas", "last")),
+]
+
+
+@pytest.mark.parametrize(("world", "plan", "sync", "clip", "wrap"), PLANS)
 @on_ranks()
 def test_law_holds_beside_tensor_parallel_ranks(world, plan, sync, clip, wrap):
     num = world // 2

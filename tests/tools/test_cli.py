@@ -63,15 +63,15 @@ def folder(tmp_path, monkeypatch) -> Path:
 BIN = Path(sys.executable).parent
 
 
-@pytest.mark.parametrize(
-    ("factory", "status", "text"),
-    [
-        ("factories:in_five", 0, "in 5 micro-batches, one batch of 12: equivalent"),
-        ("more/of_mine.py:counted", 0, "in 3 micro-batches"),
-        ("factories:good", 1, "count_tokens('labels')"),
-        ("factories:summed", 1, "reduction: the criterion averages"),
-    ],
-)
+VERDICTS = [
+    ("factories:in_five", 0, "in 5 micro-batches, one batch of 12: equivalent"),
+    ("more/of_mine.py:counted", 0, "in 3 micro-batches"),
+    ("factories:good", 1, "count_tokens('labels')"),
+    ("factories:summed", 1, "reduction: the criterion averages"),
+]
+
+
+@pytest.mark.parametrize(("factory", "status", "text"), VERDICTS)
 def test_check_prints_the_report_and_exits_with_its_status(folder, capsys, factory, status, text):
     assert main(["check", factory]) == status
     assert text in capsys.readouterr().out

@@ -186,14 +186,13 @@ def test_updates_are_those_of_the_big_batch(world, case):
         assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ends"),
-    [
-        *itertools.product(([7, 2], [0, 4]), ("num_train_epochs", "max_steps")),
-        *((sizes, "streams") for sizes in ([0, 5], [5, 2], [4, 4])),
-    ],
-    ids=str,
-)
+SIZES = [
+    *itertools.product(([7, 2], [0, 4]), ("num_train_epochs", "max_steps")),
+    *((sizes, "streams") for sizes in ([0, 5], [5, 2], [4, 4])),
+]
+
+
+@pytest.mark.parametrize(("sizes", "ends"), SIZES, ids=str)
 @on_ranks(2)
 def test_ranks_may_have_loaders_of_any_length(sizes, ends):
     rows, starts = make_rows([3, 5, 2, -7, 1, 4, 6, 2, 3][: sum(sizes)]), [0, sizes[0]]

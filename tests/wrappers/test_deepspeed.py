@@ -147,14 +147,14 @@ def read_masters(engine: Any) -> torch.Tensor:
     return torch.cat([(p.detach() if master is None else master).flatten().double() for p, master in masters])
 
 
-@pytest.mark.parametrize(
-    ("stage", "sync", "accumulate", "bound"),
-    [
-        # 8e-3: the error of bf16 gradients; a sum of 64 in bf16 has several times that
-        *((stage, sync, "fp32", 8e-3) for stage, sync in [(1, "last"), (2, "last"), (3, "every")]),
-        (2, "last", None, 5e-2),
-    ],
-)
+IN_BF16 = [
+    # 8e-3: the error of bf16 gradients; a sum of 64 in bf16 has several times that
+    *((stage, sync, "fp32", 8e-3) for stage, sync in [(1, "last"), (2, "last"), (3, "every")]),
+    (2, "last", None, 5e-2),
+]
+
+
+@pytest.mark.parametrize(("stage", "sync", "accumulate", "bound"), IN_BF16)
 @on_ranks(2)
 def test_bf16_adds_up_in_float32_with_grad_accum_dtype(stage, sync, accumulate, bound):
     config: dict[str, Any] = {"bf16": {"enabled": True, "immediate_grad_update": False}}
@@ -267,18 +267,18 @@ def in_branches(stage: int, sync: str, layouts: Any, zero: dict[str, Any], **con
     return max(worst)
 
 
+STAGES = [
+    *((stage, "last", {}, {}) for stage in range(4)),
+    (1, "last", OFFLOADED, IN_FP32),
+    (2, "every", {}, {}),
+    (2, "every", OFFLOADED, IN_FP32),
+    (3, "every", OFFLOADED, {}),
+    (3, "every", OFFLOADED, UNMANAGED),
+]
+
+
 @needs("deepspeed", "0.19.4", "an unmanaged engine")
-@pytest.mark.parametrize(
-    ("stage", "sync", "zero", "config"),
-    [
-        *((stage, "last", {}, {}) for stage in range(4)),
-        (1, "last", OFFLOADED, IN_FP32),
-        (2, "every", {}, {}),
-        (2, "every", OFFLOADED, IN_FP32),
-        (3, "every", OFFLOADED, {}),
-        (3, "every", OFFLOADED, UNMANAGED),
-    ],
-)
+@pytest.mark.parametrize(("stage", "sync", "zero", "config"), STAGES)
 @on_ranks(2)
 def test_module_that_some_micro_batches_or_ranks_use_is_exact(stage, sync, zero, config):
     """DeepSpeed would step an unused module with an older gradient."""
