@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from distaccum import Accumulator
 from distaccum.extensions import WideSums
@@ -15,9 +14,9 @@ from tests.support.counting import Counting
 from tests.support.engines import FORMS, KINDS
 from tests.support.problems import make_net
 from tests.support.ranks import on_ranks
-from tests.support.windows import error, refused, run_window
+from tests.support.windows import accumulating, error, refused, run_window
 
-SIZE, BF16, WIDE = 64, torch.bfloat16, {"extensions": [WideSums(torch.float32)]}
+SIZE, BF16 = 64, torch.bfloat16
 
 
 class Linear(nn.Module):
@@ -42,11 +41,9 @@ def two_rows(number):
     return data(number, rows=lambda i: 2)
 
 
-def accumulate(model, batches, **options):
-    extensions = [WideSums(torch.float32)]
-    options = {"steps": 4, "reduction": "sum", "extensions": extensions, **options}
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.25), **options)
-    return accumulator, accumulator.window(batches)
+def summing(model, **options):
+    options = {"steps": 4, "reduction": "sum", "extensions": [WideSums(torch.float32)], **options}
+    return accumulating(model, 0.25, **options)[1]
 
 
 def sums(batches):
@@ -66,7 +63,7 @@ def assert_rounded_once(model, batches):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_float32_sum_is_rounded_once(dtype):
     model, batches = Linear(dtype), data(200, rows=lambda i: 1 + i % 2)
-    window = run_window(accumulate(model, batches)[1], model, Linear.forward)
+    window = run_window(summing(model).window(batches), model, Linear.forward)
     assert_rounded_once(model, batches)
     before = model.always.detach().clone()
     window.step()
@@ -74,21 +71,21 @@ def test_float32_sum_is_rounded_once(dtype):
     assert model.always.grad is None and model.sometimes.grad is None
 
     naive = Linear(dtype)
-    run_window(accumulate(naive, batches, extensions=[])[1], naive, Linear.forward)
+    run_window(summing(naive, extensions=[]).window(batches), naive, Linear.forward)
     assert error(naive.always.grad, sums(batches)[0]) > 1e-3, "a naive sum must be wrong, or this test shows nothing"
 
 
 @pytest.mark.parametrize("uses", [2, 0])
 def test_parameter_unused_by_the_last_or_all_micro_batches_keeps_its_sum_or_none(uses):
     model, batches = Linear(), data(5, rows=lambda i: 1 + (i < uses))
-    run_window(accumulate(model, batches)[1], model, Linear.forward)
+    run_window(summing(model).window(batches), model, Linear.forward)
     assert_rounded_once(model, batches)
 
 
 def test_gradients_are_freed_between_micro_steps_but_those_of_float32():
     model, batches = Linear(), two_rows(4)
     model.sometimes = nn.Parameter(torch.zeros(SIZE))
-    _, window = accumulate(model, batches)
+    window = summing(model).window(batches)
     for rows in window:
         window.backward(model(rows))
         if window.num_done < 4:
@@ -99,7 +96,7 @@ def test_gradients_are_freed_between_micro_steps_but_those_of_float32():
 @pytest.mark.parametrize("name", ["parts", "heads"])
 def test_parts_and_heads_add_up_in_float32(name):
     model, batches = Linear(), two_rows(3)
-    _, window = accumulate(model, batches)
+    window = summing(model).window(batches)
     for rows in window:
         if name == "parts":
             for part in window.parts([0, 1]):
@@ -112,7 +109,7 @@ def test_parts_and_heads_add_up_in_float32(name):
 
 def test_overflow_of_the_rounded_sum_skips_the_update():
     model = Linear(torch.float16, alone=True)
-    _, window = accumulate(model, [torch.full((1, SIZE), 60000.0)] * 2, on_nonfinite="skip", max_norm=1.0)
+    window = summing(model, on_nonfinite="skip", max_norm=1.0).window([torch.full((1, SIZE), 60000.0)] * 2)
     update = run_window(window, model, Linear.forward).step()
     assert not update.stepped and "not finite" in update.reason
     assert math.isfinite(update.loss)
@@ -139,7 +136,7 @@ WINDOWS = [
 def test_ddp_reduces_the_rounded_sum_once(form, lengths, with_unused):
     rank, model = dist.get_rank(), Linear(alone=not with_unused)
     ddp = DistributedDataParallel(model, **FORMS[form])
-    accumulator, _ = accumulate(ddp, [])
+    accumulator = summing(ddp)
     for index in range(3):
         # The last micro-batches do not use `sometimes`, and rank 1 never uses it.
         everyone = [
@@ -166,5 +163,5 @@ def test_ddp_reduces_the_rounded_sum_once(form, lengths, with_unused):
 @on_ranks(2)
 def test_engine_that_adds_up_by_itself_says_where_its_dtype_is_set(kind):
     model, _ = KINDS[kind].wrap(make_net(torch.float32), 0.1)
-    message = refused(Accumulator, model, **WIDE)
+    message = refused(Accumulator, model, extensions=[WideSums(torch.float32)])
     assert "which adds gradients up by itself" in message and "reduce_dtype=torch.float32" in message

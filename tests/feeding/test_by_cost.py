@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.feeding import trim_padding
+from tests.runs.test_update import Limited
 from tests.support.problems import IGNORED, make_net_without_router
 from tests.support.windows import error, gradient, gradient_of, run_window, warned
 
@@ -108,9 +109,7 @@ def test_auto_learns_in_cost_and_ends_at_one_row():
     again = accumulator.update(make_text([2] * 6), loss_fn)
     assert again.micro_batches == 1
     with pytest.raises(Exception, match="does not fit into the memory"):
-        make_accumulator(net, most="auto").update(
-            make_text([9, 12]), lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
-        )
+        make_accumulator(net, most="auto").update(make_text([9, 12]), Limited(net, 0))
 
 
 def test_contrast_keeps_the_order_of_rows():

@@ -19,6 +19,7 @@ from tests.support.engines import (
     HAS_UNMANAGED,
     UNMANAGED,
     import_deepspeed,
+    wrappers,
     zero_config,
     zero_weights,
 )
@@ -41,9 +42,8 @@ def initialize(stage: int, net: nn.Module | None = None, **config: Any) -> Any:
     net = net or make_net_without_router().float()
     optimizer = SGD(net.parameters(), lr=1.0)
     schedule = LambdaLR(optimizer, lambda update: 1.0)
-    given = {"model": net, "optimizer": optimizer, "lr_scheduler": schedule}
-    engine, optimizer, _, _ = import_deepspeed().initialize(**given, config=zero_config(stage, **config))
-    return engine, optimizer, schedule
+    import_deepspeed()
+    return *wrappers.deepspeed(net, optimizer, zero_config(stage, **config), scheduler=schedule), schedule
 
 
 def off(
