@@ -78,7 +78,8 @@ def heard_by_all() -> Iterator[None]:
 @contextmanager
 def _all_coming(ranks: Sequence[int]) -> Iterator[None]:
     """A block to which all of `ranks` shall come; if it fails and some did not, the error names them."""
-    place = f"distaccum/{crc32(repr(ranks).encode())}"
+    number = crc32(repr(ranks).encode())
+    place = f"distaccum/{number}"
     rank = dist.get_rank()
     times = 0
     with suppress(*NO_STORE):

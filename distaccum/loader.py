@@ -180,10 +180,12 @@ def num_items(job: Job, index: int) -> int:
     """The number of loader items in update `index`; warns if they do not make the batch that was requested."""
     config = job.config
     ranks = job.engine.peers.num_data_ranks
-    if (given := config.steps_at(index)) is not None:
-        return given
+    if isinstance(config.steps, int):
+        return config.steps
     if config.by_cost is not None:
         return 1
+    if (given := config.steps_at(index)) is not None:
+        return given
     wanted = config.batch_size
     micro = config.micro_batch_size
     assert wanted is not None and isinstance(micro, int)
