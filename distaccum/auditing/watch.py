@@ -124,9 +124,8 @@ class Watch:
             self.ledger.arm()
         else:
             self.ledger.disarm()
-        if made.received is not None or not self.heard.calls:
-            roots = args[at] if len(args) > at else options.get("tensors")
-            made.own = quietly(private.note_divisors)(roots, self.heard.key) or []
+        roots = args[at] if len(args) > at else options.get("tensors")
+        made.own = quietly(private.note_divisors)(roots, self.heard.key) or []
         if self._have_left_training(made.line):
             for trained in self.trained:
                 trained.note("eval", made.line)
