@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -31,22 +31,18 @@ def hearing(see: See, key: str) -> Iterator[list[str]]:
     names = [name for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split()) if hasattr(functional, name)]
     every = {name: getattr(functional, name) for name in names}
     own = [function for function in every.values() if getattr(function, "__globals__", None) is vars(functional)]
-    before = [(function, function.__code__, function.__kwdefaults__, {**vars(function)}) for function in own]
-    for function, code, more, _ in before:
-        arguments = tuple(inspect.signature(function).parameters)
-        original: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-        original.__kwdefaults__ = more
-        function.__wrapped__ = original  # shows its signature and source
-        function.__code__ = _in_its_place.__code__
-        function.__kwdefaults__ = {"call": _heard_by(see, original, key, arguments)}
-    try:
+    with ExitStack() as stack:
+        for function in own:
+            for name in ("__dict__", "__code__", "__kwdefaults__"):
+                stack.callback(setattr, function, name, getattr(function, name))
+            code = function.__code__
+            original: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+            original.__kwdefaults__ = function.__kwdefaults__
+            call = _heard_by(see, original, key, tuple(inspect.signature(function).parameters))
+            function.__dict__ = {**vars(function), "__wrapped__": original}  # shows its signature and source
+            function.__code__ = _in_its_place.__code__
+            function.__kwdefaults__ = {"call": call}
         yield [name for name, function in every.items() if function not in own]
-    finally:
-        for function, code, more, about in before:
-            vars(function).clear()
-            vars(function).update(about)
-            function.__code__ = code
-            function.__kwdefaults__ = more
 
 
 def _in_its_place(*args: Any, call: Any, **options: Any) -> Any:

@@ -14,7 +14,6 @@ from torch import Tensor
 from .criterions import count_of, is_over_pairs, reduction_of
 from .ledger import quietly
 from .lines import where
-from .private import source_of
 from .trained import KEPT, Backward
 
 PRINTED = 1 << 12  # about so many numbers of a target make its print
@@ -28,6 +27,7 @@ class Heard:
     Attributes:
         key (str): Of a term in its node's metadata, where `note_divisors` finds it.
         batch (tuple[int, int]): The loader that was drawn from last, and the number of its batch.
+        drawn (Counter[int]): How many batches each loader gave.
         calls (deque): Terms since the last step.
         current (Backward | None): The backward that runs now.
     """
@@ -37,19 +37,14 @@ class Heard:
         self.calls: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.current: Backward | None = None
         self.batch = (0, 0)
-        self._drawn = Counter[int]()
-
-    def draw(self, iterator: Any) -> None:
-        loader = source_of(iterator)
-        self._drawn[loader] += 1
-        self.batch = loader, self._drawn[loader]
+        self.drawn = Counter[int]()
 
     @quietly
     def see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
         count, rows = count_of(name, given)
         (line, inner) = where()
         term = dict.fromkeys(("divisors", "seed", "low"))
-        term |= {"site": [line, name, inner], "went": False, "eps": torch.finfo(loss.dtype).eps}
+        term |= {"site": (line, name, inner), "went": False, "eps": torch.finfo(loss.dtype).eps}
         term |= {"reduction": reduction_of(given), "count": count, "rows": rows, "batch": self.batch}
         term |= {"pairs": is_over_pairs(name, given), "print": print_of(given.get("target", given.get("targets")))}
         self.calls.append(term)
@@ -79,16 +74,12 @@ class Heard:
         """By line, how many losses no backward followed: of a trained loader's batches that have none, and others."""
         trained = {backward["batch"] for backward in backwards}
         loaders = {loader for loader, _ in trained if loader}
-        unused: dict[Any, tuple[int, int]] = {}
-        for term in self.calls:
-            loader, _ = term["batch"]
-            # Other loaders are for validation.
-            if not term["went"] and (not loader or (loader in loaders and term["batch"] not in trained)):
-                site = tuple(term["site"])
-                skipped, unknown = unused.get(site, (0, 0))
-                unused[site] = (skipped + bool(loader), unknown + (not loader))
+        idle = [(term["site"], *term["batch"]) for term in self.calls if not term["went"]]
         self.calls.clear()
-        return unused
+        unknown = Counter(site for site, loader, _ in idle if not loader)
+        # Other loaders are for validation.
+        skipped = Counter(site for site, *batch in idle if batch[0] in loaders and tuple(batch) not in trained)
+        return {site: (skipped[site], unknown[site]) for site in unknown | skipped}
 
 
 @torch.no_grad()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..text import plural
-from .facts import facts_of
 from .parts import Run
-from .reckoning import NOTE, SOFT, UNJUDGED, Finding, Seen, columns
+from .reckoning import FACT, NOTE, SOFT, UNJUDGED, Finding, Seen
 from .schedules import judge_schedules
 from .weights import weigh
 
@@ -30,46 +29,44 @@ CAUSES = {
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 
 
-class Event(NamedTuple):
-    """A change of gradients at the wrong moment: its text and cure, and the least by which it changes something."""
-
-    text: str
-    by_hand: str
-    least: float = -1.0
-    is_only_within: bool = False  # a window; before the step it is right
-
-
+# Changes of gradients at the wrong moment: their text and cure, and the least by which they change something
 EVENTS = {
-    "clip": Event("clips in the middle of a window, so that early micro-batches shrink again", CLIP, 1.0, True),
+    "clip": ("clips in the middle of a window, so that early micro-batches shrink again", CLIP, 1.0),
     # A bound that no gradient comes near to is there for the norm.
-    "late": Event("clips after the step, which has used the gradient unclipped", CLIP, 1e-3),
-    "scaled": Event("clips the gradient while the scaler's factor is in it, so that another bound holds", UNSCALE, 1.0),
-    "unscale": Event("unscales in the middle of a window, to which others are added", UNSCALE, is_only_within=True),
-    "again": Event("steps again with the gradient of the step before", "step once per backward, then clear"),
-    "eval": Event("trains in eval mode, and did not at first", "call model.train() after each evaluation"),
+    "late": ("clips after the step, which has used the gradient unclipped", CLIP, 1e-3),
+    "scaled": ("clips the gradient while the scaler's factor is in it, so that another bound holds", UNSCALE, 1.0),
+    "unscale": ("unscales in the middle of a window, to which others are added", UNSCALE, -1.0),
+    "again": ("steps again with the gradient of the step before", "step once per backward, then clear", -1.0),
+    "eval": ("trains in eval mode, and did not at first", "call model.train() after each evaluation", -1.0),
 }
+WITHIN = ("clip", "unscale")  # are wrong in a window alone; before the step they are right
 
 
-def verdict(seen: Seen) -> tuple[list[Finding], list[str]]:
-    """All findings, and the facts that they are made of."""
+def verdict(seen: Seen) -> list[Finding]:
+    """All faults, with the facts that they are made of, and what else is said beside them."""
     at_work = [rank for rank in seen if rank["updates"]] or seen
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # ranks with parameters of the same shapes
     for rank in at_work:
-        groups[tuple(rank["parameters"]["numel"]), tuple(rank["parameters"]["vector"])].append(rank)
+        groups[tuple((row["numel"], row["vector"]) for row in rank["parameters"])].append(rank)
     findings = list[Finding]()
     runs = list[Run]()
     for group in groups.values():
-        run = Run(group)
-        if run.is_alone:
-            findings.append(Finding(UNJUDGED, next(iter(run.updates.values()))[0]["line"], ALONE))
-        runs += [Run([rank]) for rank in group] if run.is_alone else [run]
+        for place in group[0]["rest"]:
+            run = Run(group, place)
+            if run.is_alone:
+                findings.append(Finding(UNJUDGED, next(iter(run.updates.values()))[0]["line"], ALONE))
+            runs += [Run([rank], place) for rank in group] if run.is_alone else [run]
     findings += [finding for run in runs for rule in RULES for finding in rule(run)]
     if len(groups) > 1:
         text = f"{len(groups)} groups of ranks train different parameters, as stages do; each is judged alone"
         findings.append(Finding(NOTE, "", text))
     if idle := [str(rank["rank"]) for rank in seen if rank not in at_work]:
         findings.append(Finding(NOTE, "", f"rank {', '.join(idle)} makes no update"))
-    return _settled(findings), [*dict.fromkeys(fact for run in runs for fact in facts_of(run))]
+    if lost := seen[0]["world"] - len(seen):
+        text = f"{lost} of {seen[0]['world']} ranks, which did not tell what they saw (--folder)"
+        findings.append(Finding(UNJUDGED, "", text))
+    findings += [Finding(kind, "", text) for rank in seen for kind, text in rank["said"]]
+    return _settled(findings)
 
 
 def _settled(findings: Sequence[Finding]) -> list[Finding]:
@@ -83,40 +80,46 @@ def _settled(findings: Sequence[Finding]) -> list[Finding]:
 
 def _receipts(run: Run) -> Iterator[Finding]:
     """Finds gradients that are no sum of what autograd gave, by no purpose of the script."""
-    for (place, _), reckoning in sorted(run.reckoned.items(), key=lambda known: known[0]):
+    for reckoning in run.reckoned.values():
         for finding in reckoning.findings:
-            is_meant = place in run.moved or (place in run.own and finding.kind in ("uneven", "stale"))
+            is_meant = run.is_moved or (run.is_own and finding.kind in ("uneven", "stale"))
             if finding.kind in SOFT or not is_meant:
                 yield finding
     said = {finding.kind for reckoning in run.reckoned.values() for finding in reckoning.findings}
-    if run.whole and not run.num_compared and UNJUDGED not in said:
+    if run.updates and not run.compared and UNJUDGED not in said:
         text = "receipts, since what is stepped has no gradient from backward, or in another shape"
         yield Finding(UNJUDGED, "", text)
-    if 4 * run.num_left_out > run.num_left_out + len(run.whole):
+    if 3 * run.num_left_out > len(run.updates):
         yield Finding(UNJUDGED, "", f"{plural(run.num_left_out, 'update')}, which not all ranks make")
 
 
 def _cleared(run: Run) -> Iterator[Finding]:
     """Finds backwards that no step used, on lines whose other backwards steps do use."""
-    excused = run.own | run.moved
-    for rank, place in ((each, place) for each in run.seen for place in each["rest"] if place not in excused):
-        updates = [update["backwards"] for update in rank["updates"] if update["optimizer"] == place]
+    is_meant = run.is_own or run.is_moved
+    for rank, of_rank in zip(run.seen, run.of_ranks, strict=True):
+        updates = [update["backwards"] for update in of_rank]
         used = [[backward for backward in update if not backward["cleared"]] for update in updates]
-        every = [*updates, rank["rest"][place]]
+        every = [*updates, rank["rest"][run.place]]
         lines = {backward["line"] for backwards in (used if any(used) else updates) for backward in backwards}
-        groups = Counter[Any]()  # clearings with their number, line, whether a loader had ended, and the update
-        for i, backwards in enumerate(every):
-            cleared = [each["cleared"] for each in backwards if each["cleared"] and each["line"] in lines]
-            groups.update((*how, i) for how in cleared if how[1])
-        is_often = 2 * len({index for *_, index in groups}) > len(used)
+        clearings = list[tuple[int, str, bool, int]]()  # update, line, whether a loader had ended, backwards
+        for index, backwards in enumerate(every):
+            hows = (each["cleared"] for each in backwards if each["cleared"] and each["line"] in lines)
+            sizes = Counter(how for how in hows if how[1])
+            clearings += [(index, line, ended, size) for (_, line, ended), size in sizes.items()]
+        is_often = 2 * len({index for index, *_ in clearings}) > len(used)
         lengths = {*map(len, used)}
-        at_epochs = _are_multiples(sorted(key[-1] for key, num in groups.items() if not key[2] and num not in lengths))
+        starts = [index for index, _, ended, size in clearings if not ended and size not in lengths]  # of epochs
+        at_epochs = len(starts) > 1 and starts == [(i + 1) * max(1, starts[0]) for i in range(len(starts))]
         left = [each["line"] for each in every[-1] if not each["cleared"] and each["line"] in lines and rank["ended"]]
         total = sum(map(len, every))
-        for line in dict.fromkeys(line for _, line, *_ in groups):
-            of_line = [(ended, num) for (_, at, ended, _), num in groups.items() if at == line]
+        for line in dict.fromkeys(line for _, line, *_ in clearings):
+            of_line = [(ended, size) for _, at, ended, size in clearings if at == line]
             # Otherwise it is now and then, as for a loss that is not finite, or before the first update.
-            num = sum(num for ended, num in of_line if is_often or at_epochs or (ended and num != max(lengths)))
+            num = sum(size for ended, size in of_line if is_often or at_epochs or (ended and size != max(lengths)))
+            num_cleared = sum(size for _, size in of_line)
+            yield Finding(FACT, line, f"clears {plural(num_cleared, 'backward')} that no step used")
+            if is_meant:
+                continue
             if is_often and not all(ended for ended, _ in of_line):
                 hand = "clear gradients after the step alone"
                 yield Finding("cleared", line, f"clears {num} backwards before any step", hand)
@@ -124,38 +127,39 @@ def _cleared(run: Run) -> Iterator[Finding]:
                 text = f"clears {plural(num, 'micro-batch')} at an epoch's end before any step"
                 text += f", and no step follows the run's last {len(left)}" * bool(left)
                 yield Finding("tail", line, f"{text}: {(num + len(left)) / total:.0%} of all", TAIL)
-        if left:
+        if left and not is_meant:
             text = f"no step follows the run's last {plural(len(left), 'micro-batch')}: {len(left) / total:.0%} of all"
             yield Finding("rest", left[-1], text, TAIL)
 
 
-def _are_multiples(indices: Sequence[int]) -> bool:
-    """True if epochs of equal length begin at these updates."""
-    return len(indices) > 1 and indices[0] > 0 and all(index == (i + 1) * indices[0] for i, index in enumerate(indices))
-
-
 def _events(run: Run) -> Iterator[Finding]:
     """Finds what happens to gradients or models at the wrong moment."""
-    for rank in run.seen:
-        where: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
-        for update in rank["updates"]:
+    for updates in run.of_ranks:
+        facts: dict[tuple[str, str], list[int]] = defaultdict(list)  # updates, by kind and line
+        wrong: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for update in updates:
             lines = [backward["line"] for backward in update["backwards"]]
+            for how in update["touched"]:
+                facts[f"gradients are {how}", ""].append(update["index"])
             for kind, line, before, by in update["events"]:
-                if line and kind in EVENTS:
-                    is_wrong = not EVENTS[kind].is_only_within or {*lines[:before]} & {*lines[before:]}
-                    where[kind, line] += [update["index"]] if is_wrong and by > EVENTS[kind].least else []
-        for (kind, line), indices in where.items():
-            if indices:
-                text = f"{EVENTS[kind].text} (first in update {indices[0]}; {len(indices)} times)"
-                yield Finding(kind, line, text, EVENTS[kind].by_hand)
+                is_wrong = line and kind in EVENTS and by > EVENTS[kind][-1]
+                if line and kind in WITHIN:
+                    facts[kind, line].append(update["index"])
+                    is_wrong &= bool({*lines[:before]} & {*lines[before:]})
+                if is_wrong:
+                    wrong[kind, line].append(update["index"])
+        for (kind, line), indices in facts.items():
+            yield Finding(FACT, line, f"{kind} in {plural(len({*indices}), 'update')}, first in {indices[0]}")
+        for (kind, line), indices in wrong.items():
+            text, by_hand, _ = EVENTS[kind]
+            yield Finding(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", by_hand)
 
 
 def _scaled(run: Run) -> Iterator[Finding]:
     """Finds steps with a gradient in which a GradScaler's factor still is."""
-    for key, (update, *_) in run.updates.items():
+    for index, (update, *_) in run.updates.items():
         scale = update["left_scaled"]
-        factor = run.reckoned[key].factor if key in run.reckoned else None
-        if scale > 1 and factor is not None and factor * scale > 2:
+        if scale > 1 and run.factors.get(index, 0.0) * scale > 2:
             text = f"steps with a gradient that is {scale:.6g} times too large: nothing unscales it"
             hand = "call scaler.step(optimizer), which unscales it"
             yield Finding("scaled", update["line"], text, hand)
@@ -171,7 +175,7 @@ def _traffic(run: Run) -> Iterator[Finding]:
         if len({*map(len, every)}) > 1 or len(every[0]) < 2 or not is_known:
             continue
         windows += 1
-        is_whole = columns(run.seen[0], ranks[0]["places"])["copies"] == 0
+        is_whole = torch.tensor([not run.seen[0]["parameters"][place]["copies"] for place in ranks[0]["places"]])
         for of_ranks in list(zip(*every, strict=True))[:-1]:
             after, got = (torch.stack([backward[key] for backward in of_ranks]) for key in ("left", "received"))
             early[of_ranks[0]["line"]] += bool((is_whole & _alike(after) & ~_alike(got)).any())
@@ -190,8 +194,8 @@ def _alike(values: Tensor) -> Tensor:
 
 def _apart(run: Run) -> Iterator[Finding]:
     """Finds parameters that were equal on all ranks at first and not at the end."""
-    for place in {place for place, _ in run.reckoned} if len(run.seen) > 1 else ():
-        every = [known for (owner, _), known in run.reckoned.items() if owner == place]
+    if run.num_ranks > 1 and run.reckoned:
+        every = [*run.reckoned.values()]
         first = every[0]
         last = every[-1]
         if first.names == last.names and (apart := first.same & ~last.same).any():
@@ -199,4 +203,13 @@ def _apart(run: Run) -> Iterator[Finding]:
             yield Finding("apart", first.line, text, "reduce every gradient on every rank")
 
 
-RULES = (_receipts, _cleared, weigh, judge_schedules, _scaled, _traffic, _events, _apart)
+def _span(run: Run) -> Iterator[Finding]:
+    """Says which updates have receipts."""
+    if looked := [index for index, ranks in run.updates.items() if "places" in ranks[0]]:
+        first = next((i for i, index in enumerate(looked) if i != index), len(looked)) - 1
+        later = f", then {', '.join(map(str, looked[first + 1 :][:8]))}" * (len(looked) > first + 1)
+        text = f"receipts in updates 0 to {first}{later}, of 0 to {run.seen[0]['made'] - 1}"
+        yield Finding(FACT, "", f"{text}; what others do alone is not seen")
+
+
+RULES = (weigh, _receipts, _cleared, _events, judge_schedules, _scaled, _traffic, _apart, _span)

@@ -14,7 +14,6 @@ from ..norms import names_of
 from .private import gathered_parameters, hook_first
 from .receipt import NUM, is_seen, num_copies, project
 
-ROW = ("name", "vector", "numel", "copies")
 Receipts = dict[int, Tensor]  # by the parameter's place in the ledger
 Result = TypeVar("Result")
 failures: dict[str, None] = {}
@@ -55,8 +54,8 @@ class Ledger:
         place = self._places.get(id(parameter))
         if place is None or self._refs[place]() is not parameter:  # another one had this id
             place = self._places[id(parameter)] = len(self.rows)
-            known = (f"parameter {place}", parameter.ndim < 2, parameter.numel(), num_copies(parameter))
-            self.rows.append(dict(zip(ROW, known, strict=True)))
+            row = {"name": f"parameter {place}", "vector": parameter.ndim < 2, "numel": parameter.numel()}
+            self.rows.append(row | {"copies": num_copies(parameter)})
             self._refs.append(weakref.ref(parameter))
         return place
 

@@ -105,13 +105,14 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
             if name in ("Div", "Mul"):  # torch documents `_saved` names
                 by = node._saved_self if k else node._saved_other
                 by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
-                steps = [(OWN if k and name == "Div" else name.lower(), by)]
+                is_one = not isinstance(by, Tensor) or by.numel() == 1
+                steps = [((OWN if k and name == "Div" else name.lower()) + "s" * (not is_one), by)]
             todo.append((edge, [*path, *steps], above))
     return [*own.values()]
 
 
 def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
-    """A mean or a sum with its number of elements, those that a mask of 0 and 1 keeps ("kept"), and its rows."""
+    """A mean or a sum with its number of elements, its rows, and how many a mask of 0 and 1 keeps (NaN without it)."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if name not in ("Mean", "Sum") or sizes is None:
         return []
@@ -121,7 +122,7 @@ def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
         mask = product._saved_other.detach()
         is_mask = ((mask == 0) | (mask == 1)).all()
         kept = torch.where(is_mask, mask.sum() * (math.prod(sizes) / max(1, mask.numel())), torch.nan)
-    return [(name.lower(), math.prod(sizes)), ("rows", sizes[0] if sizes else 1), ("kept", kept)]
+    return [(name.lower(), (math.prod(sizes), sizes[0] if sizes else 1, kept))]
 
 
 def _is_square(node: Any) -> bool:

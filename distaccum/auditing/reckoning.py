@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -12,8 +14,7 @@ from ..text import shorten
 from .receipt import NUM
 
 Seen = Sequence[dict[str, Any]]  # by rank
-Key = tuple[int, int]  # the optimizer's place, and the update's index
-SOFT = NOTE, UNJUDGED = "note", "unjudged"  # kinds of what is no fault: it may be meant, or could not be judged
+SOFT = NOTE, UNJUDGED, FACT = "note", "unjudged", "fact"  # no faults: may be meant, could not be judged, is so
 BOUND = 2e-2  # relative errors below it are none, in half precision too
 LOST = 5e-3  # the most that is left of a backward that is lost
 WINDOW = (
@@ -23,8 +24,9 @@ WINDOW = (
 )
 
 
-class Finding(NamedTuple):
-    """A fault: its kind, line, numbers, and a cure by hand; or what is said beside faults."""
+@dataclass(frozen=True)
+class Finding:
+    """A fault: its kind, line, numbers, and a cure by hand; or what is said beside faults, as facts are."""
 
     kind: str
     where: str
@@ -34,12 +36,6 @@ class Finding(NamedTuple):
     @property
     def line(self) -> str:
         return f"{self.where}: {self.text}" if self.where else self.text
-
-
-def columns(about: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Selects what a rank knows about these parameters: a list of names, and a tensor of everything else."""
-    chosen = {what: [values[place] for place in places] for what, values in about["parameters"].items()}
-    return {what: values if what == "name" else torch.tensor(values) for what, values in chosen.items()}
 
 
 @final
@@ -64,9 +60,10 @@ class Reckoning:
         self.line = first["line"]
         self.ranks = [rank["rank"] for rank in seen]
         self.where = backwards[0][-1]["line"] if backwards[0] else self.line
-        about = columns(seen[0], first["places"])
-        self.names, copies = about["name"], about["copies"]
-        self.equations = about["numel"].clamp(max=NUM)
+        rows = [seen[0]["parameters"][place] for place in first["places"]]
+        self.names = [row["name"] for row in rows]
+        numels, copies, vectors = torch.tensor([(row["numel"], row["copies"], row["vector"]) for row in rows]).T
+        self.equations = numels.clamp(max=NUM)
         # For each rank: backward, parameter, projection
         nothing = torch.zeros_like(first["closed"])
         self.received = [torch.stack([nothing, *(each["received"] for each in of_rank)])[1:] for of_rank in backwards]
@@ -77,25 +74,24 @@ class Reckoning:
         sharded = copies > 0
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
-        absent = [{*update["absent"]} for update in updates]
-        self.absent = torch.tensor([any(place in every for every in absent) for place in first["places"]])
-        self.same = _same_on_all([update["values"] for update in updates], about["vector"])
-        self._judge(sharded | self.same)
+        absent = {*chain(*(update["absent"] for update in updates))}
+        self.same = _same_on_all([update["values"] for update in updates], vectors > 0)
+        judged = (self.size > 0) & (sharded | self.same) & self.closed.isfinite().all(-1).all(0)
+        self._judge(judged, torch.tensor([place in absent for place in first["places"]]))
 
-    def _judge(self, is_copy: Tensor) -> None:
-        judged = (self.size > 0) & is_copy & self.closed.isfinite().all(-1).all(0)
-        gone = judged & self.absent
+    def _judge(self, judged: Tensor, absent: Tensor) -> None:
+        gone = judged & absent
         if gone.any():
             lacks = f"{self.line} steps without a gradient of {self.named(gone)}, although backward gave one"
-            self._say(UNJUDGED, f"{lacks}: it is lost, or an engine keeps it elsewhere")
-        judged &= ~gone
+            self.findings.append(Finding(UNJUDGED, "", f"{lacks}: it is lost, or an engine keeps it elsewhere"))
+        judged = judged & ~absent
         alone = judged & (_rest(self.closed, self.whole) > BOUND) & (_rest(self.closed, self.own) < BOUND)
         if len(self.own) > 1 and alone.any():
             text = f"{self.named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
             hand = "let DDP or fully_shard cover it, and run a window's last forward and backward outside of no_sync()"
             self.findings.append(Finding("not reduced", self.where, text, hand))
             self.is_alone = alone.equal(judged)
-            judged &= ~alone
+            judged = judged & ~alone
         if judged.any():
             self._compare(judged)
 
@@ -106,52 +102,45 @@ class Reckoning:
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= BOUND)
         is_unknown = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
-        faults = self._explain(judged if is_unknown else wrong) if wrong.any() else []
+        faults = [*self._explain(judged if is_unknown else wrong)]
         self.findings += faults
         if not faults and wrong.any():
             self.is_own = True
-            self._say(UNJUDGED, f"what the script does with the gradient of {self.named(wrong)} before it steps")
+            text = f"what the script does with the gradient of {self.named(wrong)} before it steps"
+            self.findings.append(Finding(UNJUDGED, "", text))
         self.factor = None if is_unknown or not is_clear.any() else factor
 
     @property
     def is_compared(self) -> bool:
         return self.factor is not None or any(finding.kind not in SOFT for finding in self.findings)
 
-    def _say(self, kind: str, text: str) -> None:
-        self.findings.append(Finding(kind, "", text))
-
     def named(self, places: Tensor) -> str:
         return shorten([name for name, is_meant in zip(self.names, places.tolist(), strict=True) if is_meant])
 
-    def _explain(self, wrong: Tensor) -> list[Finding]:
+    def _explain(self, wrong: Tensor) -> Iterator[Finding]:
         """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""
-        parts = [row[wrong].flatten() for received in self.received for row in received]
-        owners = torch.tensor([rank for rank, received in enumerate(self.received) for _ in received])
-        basis = parts if self.before is None else [*parts, self.before[0][wrong].flatten()]
-        if int(self.equations[wrong].sum()) <= len(basis):  # too few equations
-            return []
-        names = self.named(wrong)
-        faults = list[Finding]()
-        hand = "keep each gradient from its backward to the step"
-        whole = torch.stack(parts).sum(0)
-        matrix = torch.stack(basis, dim=1)
-        for rank, target in enumerate(self.closed[:, wrong].flatten(1)):
-            weights = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
-            if float((matrix @ weights - target).norm()) > BOUND * float(target.norm()):
-                return []
+        parts = torch.cat(self.received)[:, wrong].flatten(1)
+        basis = parts if self.before is None else torch.cat([parts, self.before[:1, wrong].flatten(1)])
+        targets = self.closed[:, wrong].flatten(1)
+        if int(self.equations[wrong].sum()) <= len(basis):  # too few equations, or nothing wrong
+            return
+        fit = torch.linalg.lstsq(basis.T, targets.T, driver="gelsd").solution.T
+        if ((fit @ basis - targets).norm(dim=1) > BOUND * targets.norm(dim=1)).any():
+            return
+        for rank, (weights, target) in enumerate(zip(fit, targets, strict=True)):
             shares = weights[: len(parts)] / float(weights[: len(parts)].abs().max())
-            own = shares[owners == rank]
-            shown = ", ".join(f"{share:.3g}" if abs(share) > LOST else "0" for share in own.tolist())
-            lost = int((own.abs() < LOST).sum())
-            is_even = float(_rest(target[None, None], whole[None])) < BOUND
+            own = shares.split([*map(len, self.received)])[rank].tolist()
+            is_even = float(_rest(target[None, None], parts.sum(0)[None])) < BOUND
             if len(basis) > len(parts) and abs(weights[-1]) > 10 * BOUND:
-                text = f"{names}: the gradient in update {self.index} still holds that of the update before"
-                faults.append(Finding("stale", self.line, text, "clear gradients after each step"))
+                text = f"{self.named(wrong)}: the gradient in update {self.index} still holds that of the update before"
+                yield Finding("stale", self.line, text, "clear gradients after each step")
             elif not is_even and float(shares.max() - shares.min()) > 2 * BOUND:
+                lost = sum(abs(share) < LOST for share in own)
                 what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
-                text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
-                faults.append(Finding("lost" if lost else "uneven", self.where, text, hand))
-        return faults
+                text = f"{self.named(wrong)}: {what} in update {self.index} on rank {self.ranks[rank]}"
+                shown = ", ".join(f"{share:.3g}" if abs(share) > LOST else "0" for share in own)
+                hand = "keep each gradient from its backward to the step"
+                yield Finding("lost" if lost else "uneven", self.where, f"{text} (their weights: {shown})", hand)
 
 
 def _same_on_all(values: Sequence[Tensor], vectors: Tensor) -> Tensor:

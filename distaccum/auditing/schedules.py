@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .parts import Run
-from .reckoning import UNJUDGED, Finding
+from .reckoning import FACT, UNJUDGED, Finding
 
 LENGTHS = ("total_steps", "T_max", "total_iters")  # names in torch's schedules
 WARMS_UP = ("LinearLR", "ConstantLR")  # whose end is not the run's
@@ -38,7 +38,11 @@ def judge_schedules(run: Run) -> Iterator[Finding]:
     rank = run.seen[0]
     is_whole = rank["ended"] and not rank["is_cut"]
     for key, known in rank["schedules"].items():
-        updates = [update for update in rank["updates"] if update["optimizer"] == known["optimizer"]]
+        updates = run.of_ranks[0]
+        if known["optimizer"] != run.place:
+            continue
+        of = f" of {known['length']}" * bool(known["length"])
+        yield Finding(FACT, known["line"], f"{known['name']} is at step {known['at']}{of} at the end")
         if not updates or known["has_ended"]:  # also one that was made for as many steps as it makes
             continue
         num = int(statistics.median(sum(whose == key for *_, whose in update["events"]) for update in updates))

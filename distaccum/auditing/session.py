@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ..law import whole_number
-from ..text import plural, shorten
+from ..text import plural
 from ..tools.terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
-from .reckoning import NOTE, SOFT, UNJUDGED, WINDOW, Finding, Seen
+from .reckoning import SOFT, UNJUDGED, WINDOW, Finding, Seen
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
@@ -57,19 +57,20 @@ class Audit:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("status", "updates", "ranks", "facts", "notes", "unjudged", "error")
-        return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
+        return asdict(self)
 
     def __str__(self) -> str:
         about = plural(self.updates, "update") + (f" of {self.ranks} ranks" if self.ranks > 1 else "")
-        lines = [f"audit: right in {about}"]
-        if self.status == 3:
-            lines = [f"audit: nothing wrong was seen in {about}, but not everything was judged"]
-        elif self.status == 2:
-            lines = ["audit: nothing could be judged: no optimizer of this process stepped what a backward gave"]
-            lines += ["  what processes that it starts do is not seen; start ranks with torchrun"] * (not self.error)
-        elif num := len(self.findings):
-            lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
+        num = len(self.findings)
+        heads = {
+            0: f"right in {about}",
+            1: f"{num} {'thing is' if num == 1 else 'things are'} wrong in {about}",
+            2: "nothing could be judged: no optimizer of this process stepped what a backward gave",
+            3: f"nothing wrong was seen in {about}, but not everything was judged",
+        }
+        lines = [f"audit: {heads[self.status]}"]
+        if self.status == 2 and not self.error:
+            lines.append("  what processes that it starts do is not seen; start ranks with torchrun")
         lines += [f"  the audited code raised {self.error}"] * bool(self.error)
         for fault in self.findings:
             lines += [f"  {fault.line}", f"    by hand: {fault.by_hand}"]
@@ -82,29 +83,18 @@ class Audit:
             return fitted(lines)
         return fitted(line.replace(here, "") for line in lines)
 
-    def judge(self, watch: Watch, mine: dict[str, Any], seen: Seen) -> None:
+    def judge(self, seen: Seen) -> None:
         self.ranks = len(seen)
         self.updates = max(len(one["updates"]) for one in seen)
         folded = quietly(verdict)(seen)
-        findings, self.facts = folded or ([], [])
+        findings = [*(folded or ())]
+        findings += [Finding(UNJUDGED, "", f"the audit itself failed, {error}") for error in failures]
         self.findings = [finding for finding in findings if finding.kind not in SOFT]
-        self.notes = [finding.line for finding in findings if finding.kind == NOTE]
-        self.unjudged = [finding.line for finding in findings if finding.kind == UNJUDGED]
-        self.unjudged += [*(f"the audit itself failed, {one}" for one in failures), *watch.unjudged]
-        if lost := mine["world"] - self.ranks:
-            text = f"{lost} of {mine['world']} ranks, which did not tell what they saw (--folder)"
-            self.unjudged.append(text)
-        if watch.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
-            text = f"{min(watch.norms)} normalises by each micro-batch: no window equals one big batch"
-            self.notes.append(text)
-        if watch.forked[0]:
-            self.unjudged.append("what a forked child of this process trains; audit it in the child")
-        if watch.ledger.unseen:
-            names = shorten([watch.ledger.rows[place]["name"] for place in sorted(watch.ledger.unseen)])
-            self.unjudged.append(f"receipts of {names}, whose gradient is sparse, or has too long rows")
-        self.notes += watch.notes
+        self.notes, self.unjudged, self.facts = (
+            [finding.line for finding in findings if finding.kind == kind] for kind in SOFT
+        )
         self.status = 1 if self.findings else 3 if self.unjudged else 0
-        if not (folded and self.updates):
+        if folded is None or not self.updates:
             self.status = 2
 
 
@@ -153,15 +143,11 @@ def watched(
         raise
     finally:
         if watch.is_here():
-            _conclude(report, watch, folder, tell)
-
-
-def _conclude(report: Audit, watch: Watch, folder: str | None, tell: Callable[[Audit], object] | None) -> None:
-    rank, world = place_in_job()
-    ended = report.ended and not report.error and sys.exc_info()[0] is None
-    mine = {"rank": rank, "world": world, "ended": ended, **watch.as_dict()}
-    with exchanged(mine, folder, next(_numbers)) as seen:
-        with torch.device("cpu"):  # whatever the script's default is
-            report.judge(watch, mine, seen)
-        if tell is not None and rank == 0:
-            tell(report)
+            rank, world = place_in_job()
+            ended = report.ended and not report.error and sys.exc_info()[0] is None
+            mine = {"rank": rank, "world": world, "ended": ended, **watch.as_dict()}
+            with exchanged(mine, folder, next(_numbers)) as seen:
+                with torch.device("cpu"):  # whatever the script's default is
+                    report.judge(seen)
+                if tell is not None and rank == 0:
+                    tell(report)

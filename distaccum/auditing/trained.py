@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from .private import version
 
 KEPT = 2000  # backwards of an update, and updates
 CHANGED = "changed between the last backward and the step"
+ROW = ("line", "batch", "terms", "own", "cleared")
 AFTER = ("late", "again")  # kinds of what happens after the step of an update
 
 
@@ -22,10 +23,11 @@ AFTER = ("late", "again")  # kinds of what happens after the step of an update
 class Backward:
     """A call of backward, such as a micro-step's."""
 
-    def __init__(self, line: str, batch: tuple[int, int]) -> None:
-        self.line, self.batch = line, batch
+    def __init__(self, line: str, batch: tuple[int, int], scaler: Any) -> None:
+        self.line = line
+        self.batch = batch
+        self.scaler = scaler
         self.terms: list[dict[str, Any]] = []
-        self.scaler: Any = None
         self.own: list[Any] = []  # by which numbers each addend that is no criterion's is divided
         # The backwards before the clearing, its line ("": by hand), and whether a loader had ended before
         self.cleared: tuple[int, str, bool] | None = None
@@ -35,14 +37,11 @@ class Backward:
         self.is_sure = True  # it is known which optimizers it reached
         self.left: Receipts | None = None  # of the gradients after it
 
-    def as_dict(self) -> dict[str, Any]:
-        for term in self.terms:
-            for key in ("seed", "low", "count", "pairs", "print"):
-                term[key] = None if term[key] is None else abs(float(term[key]))
-            if term["divisors"] is not None:
-                term["divisors"] = [_plain(*step) for step in term["divisors"]]
-        self.own = [[_plain(*step) for step in path] for path in self.own]
-        return {name: getattr(self, name) for name in ("line", "batch", "terms", "own", "cleared")}
+    def as_dict(self, places: list[int] | None = None) -> dict[str, Any]:
+        """Returns what is known about it, in plain numbers, with its receipts of the parameters in these places."""
+        row: dict[str, Any] = numbers_in({name: getattr(self, name) for name in ROW})
+        receipts = {"received": self.received or {}, "left": self.left} if places is not None else {}
+        return row | {name: on_host(some, places or []) for name, some in receipts.items() if some is not None}
 
 
 @final
@@ -61,7 +60,6 @@ class Trained:
         # gradients are over the bound of clipping
         self.events: list[tuple[str, str, int, Any]] = []
         self._last_events = self.events  # of the last update
-        self._is_closed = False  # since the last backward
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
         self._touched: set[str] = set()  # how gradients were changed between its backwards, and before the step
 
@@ -74,6 +72,11 @@ class Trained:
     def is_emptied(self) -> bool:
         """True where the last backward left gradients, and none is there."""
         return self._mark is not None and self._gradient() is None
+
+    @property
+    def is_spent(self) -> bool:
+        """True while the gradient of the last step stands there, untouched."""
+        return not self.pending and self._mark is not None and self._mark == self._gradient()
 
     @property
     def scale(self) -> float:
@@ -90,6 +93,10 @@ class Trained:
         every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
         return next(((id(gradient), version(gradient)) for gradient in every), None)
 
+    def has_gradient(self) -> bool:
+        """True if a gradient is there that is not 0."""
+        return any(bool(local(p.grad).norm()) for p in parameters_of(self.optimizer()) if p.grad is not None)
+
     @property
     def way(self) -> Any:
         """Shows without receipts that an update is made as others are."""
@@ -104,17 +111,7 @@ class Trained:
     def add(self, made: Backward) -> None:
         self.pending = [*self.pending[-KEPT:], made]
         self._closed = None
-        self._is_closed = False
         self._mark = self._gradient()
-
-    @property
-    def is_spent(self) -> bool:
-        """True while the gradient of the last step stands there, untouched."""
-        return not self.pending and self._mark is not None and self._mark == self._gradient()
-
-    def has_gradient(self) -> bool:
-        """True if a gradient is there that is not 0."""
-        return any(bool(local(p.grad).norm()) for p in parameters_of(self.optimizer()) if p.grad is not None)
 
     def note(self, kind: str, line: str = "", whose: Any = 0) -> None:
         events = self._last_events if kind in AFTER else self.events
@@ -123,12 +120,10 @@ class Trained:
     @quietly
     def close(self) -> None:
         """Takes receipts of its gradients, before they are unscaled, clipped or used."""
-        if self._is_closed or not self.pending:
-            return
-        self._is_closed = True
-        self._touched |= {CHANGED} if self._mark != self._gradient() else set()
-        if all(made.received is not None for made in self.pending):
-            self._closed = self._ledger.receipts(self._places())
+        if self._closed is None and self.pending:
+            self._touched |= {CHANGED} if self._mark != self._gradient() else set()
+            is_seen = all(made.received is not None for made in self.pending)
+            self._closed = self._ledger.receipts(self._places()) if is_seen else {}
 
     def forgo(self, line: str) -> None:
         """Notes that gradients which it has not used are cleared."""
@@ -139,13 +134,12 @@ class Trained:
             self.pending[-1].values = self._ledger.receipts(self._places(), of_values=True)
         self.events = []
         self._closed = None
-        self._is_closed = False
 
     def forget(self) -> None:
         self._mark = self._gradient()
         self.pending = []
-        self._closed = None
         self.events = []
+        self._closed = None
         self._touched = set()
 
     def rest(self) -> list[dict[str, Any]]:
@@ -161,38 +155,28 @@ class Trained:
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
             made.is_used |= made.cleared is None
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
-        backwards = [made.as_dict() for made in self.pending]
         self._last_events = self.events
         now = self._gradient()
         is_kept = bool(now and self._mark and now[0] != self._mark[0])  # elsewhere, while it is cleared here
-        update = {
+        update: dict[str, Any] = {
             "optimizer": self.place,
             "index": self.num,
             "events": self.events,
-            "backwards": backwards,
             "scale": self.scale if self.is_unscaled else 1.0,
             "left_scaled": 1.0 if self.is_unscaled else self.scale,
             "touched": sorted(self._touched),
             "absent": [place for place in self._places() if self._ledger.parameter(place).grad is None],
             "moved": is_kept and any(made.cleared for made in self.pending),
         }
-        if self._closed is not None:
-            receipts = self._receipts(self._closed, backwards)
-            update |= receipts | {"moved": update["moved"] or receipts["moved"]}
-        return update
-
-    def _receipts(self, closed: Receipts, backwards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The receipts of the update; also gives each backward its own."""
-        every = set(closed).union(*(made.received or {} for made in self.pending))
-        places = sorted(every.intersection(self._places()))
-        values = on_host(self._ledger.receipts(places, of_values=True), places)
-        for made, backward in zip(self.pending, backwards, strict=True):
-            backward["received"] = on_host(made.received or {}, places)
-            if made.left is not None:
-                backward["left"] = on_host(made.left, places)
-        kept = (on_host(made.values, places) for made in self.pending if made.values)
-        moved = any(not values.equal(row) for row in kept)
-        return {"places": places, "closed": on_host(closed, places), "values": values, "moved": moved}
+        places: list[int] | None = None
+        if self._closed:
+            every = {*self._closed}.union(*(made.received or {} for made in self.pending))
+            places = sorted(every.intersection(self._places()))
+            values = on_host(self._ledger.receipts(places, of_values=True), places)
+            kept = (on_host(made.values, places) for made in self.pending if made.values)
+            update["moved"] |= any(not values.equal(row) for row in kept)
+            update |= {"places": places, "closed": on_host(self._closed, places), "values": values}
+        return update | {"backwards": [made.as_dict(places) for made in self.pending]}
 
     def _places(self) -> list[int]:
         return [place for place, owners in self._ledger.owners.items() if self.place in owners]
@@ -202,9 +186,15 @@ def parameters_of(optimizer: Any) -> Iterable[Any]:
     return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
 
 
-def _plain(how: str, value: Any) -> tuple[str, float | None]:
-    """Reads a factor; of several ("muls"), as of a mask, the largest."""
-    with suppress(RuntimeError, TypeError, ValueError):  # a dispatch mode cannot read it
-        is_one = not isinstance(value, Tensor) or value.numel() == 1
-        return how + "s" * (not is_one), float(value if is_one else value.abs().max())
-    return how, None
+def numbers_in(value: Any) -> Any:
+    """Reads numbers, of several the largest, in place in a dict; None where a dispatch mode cannot read."""
+    if isinstance(value, dict):
+        value.update({key: numbers_in(each) for key, each in value.items()})
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(map(numbers_in, value))
+    if not isinstance(value, Tensor):
+        return value
+    with suppress(RuntimeError, TypeError, ValueError):
+        return abs(float(value if value.numel() == 1 else value.abs().max()))
+    return None

@@ -24,14 +24,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..batchnorm import batchnorms
 from ..engines.base import Gradient
+from ..text import shorten
 from . import private
 from .criterions import hearing
 from .heard import Heard
-from .ledger import ROW, Ledger, quietly
+from .ledger import Ledger, quietly
 from .lines import where
+from .reckoning import NOTE, UNJUDGED
 from .schedules import about
 from .share import place_in_job
-from .trained import KEPT, Backward, Trained, parameters_of
+from .trained import KEPT, Backward, Trained, numbers_in, parameters_of
 
 # Receipts are taken in the first updates, then in every 16th, and where something is new. From the 4096th on they are
 # taken half as often each time that the number of updates doubles, so that a long run keeps few.
@@ -53,11 +55,10 @@ class Watch:
         self.ledger = Ledger()
         self.is_over = False  # as many updates were made as were asked for
         self.updates: list[dict[str, Any]] = []
-        self.notes: dict[str, None] = {}  # about what is no mistake
-        self.unjudged: dict[str, None] = {}
+        self.said: dict[tuple[str, str], None] = {}  # beside faults: kinds and texts
         self.trained: list[Trained] = []  # also those whose optimizer is gone
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
-        self.norms = dict[str, None]()  # names of batch normalisation in training mode
+        self.norm = ""  # the name of a batch normalisation in training mode
         self.recurs = False  # a model goes through steps in time
         self._was_training: dict[tuple[str, int], bool] = {}  # of each model at the first backward of a line
         self.schedules: dict[int, dict[str, Any]] = {}  # by id
@@ -96,7 +97,7 @@ class Watch:
         ]
         with ExitStack() as stack:
             if unheard := stack.enter_context(hearing(self.heard.see, self.heard.key)):
-                self.unjudged[f"{', '.join(unheard)}, in whose place another library has put its own"] = None
+                self._say(UNJUDGED, f"{', '.join(unheard)}, in whose place another library has put its own")
             for calls, is_first in ((before, True), (around, False)):
                 for owner, name, hear in calls:
                     stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first)))
@@ -113,8 +114,7 @@ class Watch:
         if not self.is_here() or self.heard.current is not None or self._stepping is not None:
             return original(*args, **options)
         self._stay_over()
-        made = Backward(where()[0], self.heard.batch)
-        made.scaler = self._scaler
+        made = Backward(where()[0], self.heard.batch, self._scaler)
         for trained in self._waiting():
             trained.touch()
             if trained.is_emptied:
@@ -161,9 +161,10 @@ class Watch:
                 continue
             self._was_training[key] = root.training
             self.recurs |= any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in root.modules())
-            self.norms |= {name or type(norm).__name__: None for name, norm in batchnorms(root) if norm.training}
+            norms = [name or type(norm).__name__ for name, norm in batchnorms(root) if norm.training]
+            self.norm = self.norm or next(iter(norms), "")
             if not root.training and any(isinstance(module, nn.Dropout) and module.p for module in root.modules()):
-                self.notes[f"{line}: trains a model in eval mode, without its dropout"] = None
+                self._say(NOTE, f"{line}: trains a model in eval mode, without its dropout")
         return has_left
 
     def is_here(self) -> bool:
@@ -208,7 +209,7 @@ class Watch:
         self._stay_over()
         if self._stepping is not None or self.heard.current is not None:  # inside another optimizer's, or in backward
             if self._stepping is None:
-                self.unjudged["optimizers that step within backward"] = None
+                self._say(UNJUDGED, "optimizers that step within backward")
             return None
         trained = self._know(optimizer)
 
@@ -255,7 +256,7 @@ class Watch:
             if trained.is_spent:
                 trained.note("again", where()[0])
             elif not trained.num and trained.has_gradient():  # a rank that runs out of data gets that of others
-                self.unjudged[f"what {where()[0]} steps, which no backward that was seen gave"] = None
+                self._say(UNJUDGED, f"what {where()[0]} steps, which no backward that was seen gave")
             return
         trained.close()
         if trained.num < 2:
@@ -273,7 +274,9 @@ class Watch:
             for trained in self._waiting():
                 trained.note("ended")
             raise
-        self.heard.draw(loader)
+        source = private.source_of(loader)
+        self.heard.drawn[source] += 1
+        self.heard.batch = source, self.heard.drawn[source]
         return batch
 
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
@@ -320,7 +323,7 @@ class Watch:
 
     def _close(self, *_: Any) -> None:
         """Takes receipts before a window of ours clips."""
-        for trained in (trained for trained in self.trained if trained.pending):
+        for trained in self.trained:
             trained.close()
 
     def _scale(self, scaler: Any, *_: Any) -> None:
@@ -341,18 +344,26 @@ class Watch:
         trained.forget()  # even if it overflowed, and nothing was stepped
         return result
 
+    def _say(self, kind: str, text: str) -> None:
+        self.said[kind, text] = None
+
     def as_dict(self) -> dict[str, Any]:
         """Returns what was seen, in plain numbers that other ranks can read."""
+        if self.norm and any(len(update["backwards"]) > 1 for update in self.updates):
+            self._say(NOTE, f"{self.norm} normalises by each micro-batch: no window equals one big batch")
+        if self.forked[0]:
+            self._say(UNJUDGED, "what a forked child of this process trains; audit it in the child")
+        if self.ledger.unseen:
+            names = shorten([self.ledger.rows[place]["name"] for place in sorted(self.ledger.unseen)])
+            self._say(UNJUDGED, f"receipts of {names}, whose gradient is sparse, or has too long rows")
         return {
-            "parameters": {what: [row[what] for row in self.ledger.rows] for what in ROW},
+            "parameters": self.ledger.rows,
             "wrapped": self.ledger.wrapped,
-            "updates": [
-                {**update, "events": [(*event, float(whose)) for *event, whose in update["events"]]}
-                for update in self.updates
-            ],
+            "updates": [{**update, "events": numbers_in(update["events"])} for update in self.updates],
             "schedules": {key: known for key, known in self.schedules.items() if known},
             "is_cut": self.is_over,
             "made": self._num,
+            "said": [*self.said],
             "recurs": self.recurs,
             "rest": {each.place: [] if self.most else each.rest() for each in self.trained},
         }

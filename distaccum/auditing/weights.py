@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from ..text import plural
 from .criterions import BY_CLASS
-from .parts import RULES, Criterion, Part, Run, are_equal, bound_of, ends, is_equal, terms_of
-from .reckoning import NOTE, UNJUDGED, Finding
+from .parts import RULES, Criterion, Part, Run, are_equal, ends, is_equal, terms_of
+from .reckoning import FACT, NOTE, UNJUDGED, Finding
 
 SLIGHT = 0.05  # what an update may lack of one mean: a note
 
@@ -27,25 +27,43 @@ def weigh(run: Run) -> Iterator[Finding]:
     yield from _judge_unused(run)
     every = run.criterions()
     known = [criterion for criterion in every if _is_known(criterion)]
-    for unknown in (criterion for criterion in every if criterion not in known):
-        text = f"weights in {unknown.where}, whose loss is wholly or in part the script's own"
-        yield Finding(UNJUDGED, "", text)
+    for criterion in every:
+        yield Finding(FACT, criterion.where, _fact(criterion))
+        if criterion not in known:
+            text = f"weights in {criterion.where}, whose loss is wholly or in part the script's own"
+            yield Finding(UNJUDGED, "", text)
     for criterion in known:
         if criterion.common > 1 and all(part.term.get("pairs") for part in criterion.parts):
             text = "a loss over the pairs of a micro-batch, of which no window equals one big batch; contrast() does"
             yield Finding(NOTE, criterion.where, text)
         yield from _judge_units(criterion)
-        findings = [*_judge_level(criterion, known)]
-        yield from findings
-        if all(finding.kind != "divisor" for finding in findings):
+        fault = _undivided(criterion) or _misread(criterion, known)
+        if fault is not None:
+            yield fault
+        if fault is None or fault.kind != "divisor":
             yield from _judge_lengths(criterion)
+
+
+def _fact(criterion: Criterion) -> str:
+    what = "a loss of the script's own" if criterion.is_own else criterion.name
+    text = f"{what}, {plural(criterion.common, 'micro-batch')} an update"
+    if any(part.total is None for part in criterion.parts):
+        return f"{text}: neither a mean nor a sum, so that its weights are not known"
+    each = [(part.each for part in parts if part.total) for parts in criterion.updates.values()]
+    most = max([high / low for low, high in map(ends, each) if low], default=1.0)
+    low, high = ends(criterion.totals.values())
+    adds_up = f"{low:.4g}" if high - low <= 5e-3 * high else f"{low:.4g} to {high:.4g}"
+    text += f": weigh 1 to {most:.3g}" if most > 1 + 1e-3 else ": weigh alike"
+    if not criterion.totals:
+        return f"{text} as backward gives them; what a step adds up to is not known"
+    return f"{text} within an update, which adds up to {adds_up} of its mean"
 
 
 def _is_known(criterion: Criterion) -> bool:
     """True for torch's criterions, and for the script's own sums, and means over equally many elements each time."""
     if not criterion.is_own:
         return True
-    is_seen = criterion.factor is not None and all(part.total is not None for part in criterion.parts)
+    is_seen = criterion.run.factor is not None and all(part.total is not None for part in criterion.parts)
     return is_seen and (criterion.is_sum or len({part.term["count"] for part in criterion.parts}) == 1)
 
 
@@ -58,58 +76,45 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         text = f"no token counts in {empty} micro-batches, and the mean over none is NaN"
         hand = "sum the loss, and divide it by the window's number of tokens"
         yield Finding("nan", criterion.where, text, hand)
-    spread = dict[int, tuple[float, float]]()
-    for index, parts in criterion.updates.items():
-        if any(_rules_of(criterion, parts)):
-            continue
-        if _is_by_sample(criterion, index):
-            text = f"the weights in {criterion.where}, which the script gives to samples itself"
-            yield Finding(UNJUDGED, "", text)
-            continue
-        counted = [part for part in parts if part.has_weight]
-        of_script = not all(part.term["intent"] for part in counted)
-        spread[index] = ends(part.each(of_script=of_script) for part in counted)
-    if spread:
-        index = max(spread, key=lambda i: spread[i][1] / spread[i][0])
-        low, high = spread[index]
+    uneven = [index for index in criterion.reading.uneven if not _is_by_sample(criterion, index)]
+    if len(uneven) < len(criterion.reading.uneven):
+        text = f"the weights in {criterion.where}, which the script gives to samples itself"
+        yield Finding(UNJUDGED, "", text)
+    if uneven:
+        spreads = {index: criterion.readings[1].spread(criterion.updates[index]) for index in uneven}
+        index = max(uneven, key=lambda i: spreads[i][1] / spreads[i][0])
+        low, high = spreads[index]
         unit = "targets" if criterion.name in BY_CLASS else "elements"
         text = (
             f"{unit} of different micro-batches weigh {low:.3g} to {high:.3g} ({high / low:.3g} to 1) in update {index}"
-            f"; so in {len(spread)} of {len(criterion.updates)} updates"
+            f"; so in {len(uneven)} of {len(criterion.updates)} updates"
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += " on all ranks, times their number where the wrapper averages" * (criterion.run.num_ranks > 1)
         yield Finding("weights", criterion.where, text + _lines(criterion), hand)
 
 
-def _rules_of(criterion: Criterion, parts: Sequence[Part]) -> Iterator[tuple[str, bool]]:
-    """Yields the rules by which all of these that have a weight weigh alike."""
-    counted = [part for part in parts if part.has_weight]
-    for units, of_script in criterion.rules[:2] if criterion.is_own else criterion.rules:
-        low, high = ends(part.each(units, of_script) for part in counted)
-        is_even = high <= low * (1 + bound_of(part.term for part in counted))
-        if is_even and (of_script or all(part.term["intent"] for part in counted)):
-            yield units, of_script
-
-
 def _is_by_sample(criterion: Criterion, index: int) -> bool:
     """True where calls of one backward weigh differently, as means by sample do."""
     sites = {part.site for part in criterion.parts}
     calls: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    for part in criterion.run.parts[criterion.place]:
+    for part in criterion.run.parts:
         if part.index == index and part.site in sites and not part.is_own:
             calls[part.rank, part.backward].append(part)
-    return not all(any(_rules_of(criterion, parts)) for parts in calls.values())
+    return not all(any(reading.is_even(parts) for reading in criterion.readings) for parts in calls.values())
 
 
 def _judge_unused(run: Run) -> Iterator[Finding]:
     """Finds losses of training batches that no backward follows, on lines where others have one."""
-    calls = Counter((key[0], tuple(term["site"])) for key, ranks in run.updates.items() for term in terms_of(ranks[0]))
-    for (place, site), num_used in sorted(calls.items()):
-        updates = [ranks[0] for (owner, _), ranks in run.updates.items() if owner == place]
-        skipped, unknown = zip(*(update["unused"].get(site, (0, 0)) for update in updates), strict=True)
+    calls = Counter(term["site"] for ranks in run.updates.values() for term in terms_of(ranks[0]))
+    updates = [ranks[0]["unused"] for ranks in run.updates.values()]
+    for site in sorted({site for unused in updates for site in unused}):
+        skipped, unknown = zip(*(unused.get(site, (0, 0)) for unused in updates), strict=True)
+        yield Finding(FACT, site[0], f"{sum(skipped + unknown)} losses with no backward")
+        if site not in calls:
+            continue
         if 3 * sum(map(bool, skipped)) > len(updates) > 1:
-            share = sum(skipped) / (sum(skipped) + num_used)
+            share = sum(skipped) / (sum(skipped) + calls[site])
             text = f"no backward follows {sum(skipped)} losses, so that {share:.0%} of the batches are never trained"
             hand = "call backward on each loss, and clear after the step alone"
             yield Finding("unused", site[0], text, hand)
@@ -122,43 +127,20 @@ def _judge_unused(run: Run) -> Iterator[Finding]:
 
 def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
+    reading = criterion.reading
     # What is no mean may add up as it shall: a sum over a constant, a loss of one's own
-    is_mean = _is_mean(criterion, criterion.rules)
-    if not is_mean and (not criterion.level or criterion.is_constant or criterion.is_own):
+    is_free = not criterion.level or criterion.is_constant or criterion.is_own
+    if not reading.odd or (is_free and not _is_mean(criterion)):
         return
-    even = [{*_rules_of(criterion, parts)} for parts in criterion.updates.values()]
-    # What makes the units of an update equal, makes updates equal too
-    rules = [rule for rule in criterion.rules if all(rule in of_update for of_update in even)] or criterion.rules
-    weighs = "whose weights are not known"
-    for totals in (criterion.totals_by(*rule) for rule in rules):
-        level = statistics.median(criterion.usual_of(totals) or [0.0])
-        if totals.keys() != criterion.totals.keys() or not level:
-            break  # nobody looked at all of their graphs
-        weights = {i: total / level for i, total in totals.items()}
-        odd = {i: by for i, by in weights.items() if not is_equal(by, 1.0) and not _is_skipping(criterion, i)}
-        if not odd:
-            return
-        if all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in odd.items()):
-            yield _window(criterion, odd)
-            return
-        low, high = ends(weights.values())
-        weighs = f"which weigh {low:.3g} to {high:.3g} of the usual"
-    if criterion.is_sum and not criterion.is_own and all(abs(by - 1) <= SLIGHT for by in criterion.totals.values()):
+    if all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in reading.odd.items()):
+        yield _window(criterion, reading.odd)
+    elif criterion.is_sum and not criterion.is_own and all(abs(by - 1) <= SLIGHT for by in criterion.totals.values()):
         low, high = ends(criterion.totals.values())
         text = f"updates add up to {low:.3g} to {high:.3g} of one mean, as where targets count that nothing predicts"
         yield Finding(NOTE, criterion.where, text)
     else:
-        yield Finding(UNJUDGED, "", f"updates, {weighs} in {criterion.where}")
-
-
-def _is_skipping(criterion: Criterion, index: int) -> bool:
-    """True where the script leaves out a micro-batch now and then, of as many as a loader usually gives."""
-    ranks = criterion.run.updates[criterion.place, index]
-    before = criterion.run.updates.get((criterion.place, index - 1), ranks)
-    loader, now = ranks[0]["backwards"][-1]["batch"]
-    old_loader, then = before[0]["backwards"][-1]["batch"]
-    is_drawn = loader == old_loader and now - then == criterion.common
-    return is_drawn and criterion.lengths[index] < criterion.common
+        low, high = ends([1.0, *reading.odd.values()])
+        yield Finding(UNJUDGED, "", f"updates, which weigh {low:.3g} to {high:.3g} of the usual in {criterion.where}")
 
 
 def _window(criterion: Criterion, odd: Mapping[int, float]) -> Finding:
@@ -177,57 +159,46 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Finding:
 # What all updates add up to
 
 
-def _judge_level(criterion: Criterion, others: Sequence[Criterion]) -> Iterator[Finding]:
-    """Finds a usual weight that has one plausible reading."""
+def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | None:
+    """Finds a usual weight that is no mean's, and what it is if it has one plausible reading."""
     run = criterion.run
     level = criterion.level
-    if (fault := _undivided(criterion)) is not None:
-        yield fault
-    if fault is not None or criterion.factor is None or not level:
-        return
-    are_added = run.num_ranks > 1 and is_equal(criterion.factor, run.num_ranks)  # and no coefficient makes up for it
-    if _is_mean(criterion, [rule for rule in criterion.rules if rule[1] or not are_added]):
-        return
-    if not criterion.is_own and not are_equal(criterion.usual_of(criterion.totals)):
-        return  # not one level: updates differ
+    is_one = criterion.is_own or not any(index in criterion.readings[0].odd for index in criterion.usual)
+    if run.factor is None or not level or not is_one or _is_mean(criterion):
+        return None
     text = f"the gradient is {level:.4g} times that of the mean"
-    has_own = any(part.is_own for part in run.parts[criterion.place])
-    is_alone = not has_own and are_equal(other.level for other in others if other.place == criterion.place)
+    has_own = any(part.is_own for part in run.parts)
+    is_alone = not has_own and are_equal(other.level for other in others)
     if is_alone and (reading := _reading(criterion)) is not None:
         what, hand = reading
-        yield Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
-    else:
-        text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
-        divides = any(how == "div" and by and not by % 1 for part in criterion.parts for how, by in part.path or ())
-        is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (criterion.common, run.num_ranks))
-        yield Finding(UNJUDGED if criterion.is_own or divides or is_like else NOTE, criterion.where, text)
+        return Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
+    text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
+    divides = any(how == "div" and by and not by % 1 for part in criterion.parts for how, by in part.path or ())
+    is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (criterion.common, run.num_ranks))
+    return Finding(UNJUDGED if criterion.is_own or divides or is_like else NOTE, criterion.where, text)
 
 
-def _is_mean(criterion: Criterion, rules: Iterable[tuple[str, bool]]) -> bool:
+def _is_mean(criterion: Criterion) -> bool:
     """True if a usual update adds up to one mean, by one of the rules or with the others of its kind."""
+    run = criterion.run
     # Where a row has as many elements as an update micro-batches, what divides by one may be meant for the other.
-    rules = [rule for rule in rules if rule in RULES[:2] or not is_equal(criterion.level, criterion.common)]
-    levels = [[criterion.level], *(criterion.usual_of(criterion.totals_by(*rule)) for rule in rules)]
-    return any(map(_are_one, levels)) or _are_one([*_wholes(criterion)])
-
-
-def _are_one(totals: Sequence[float]) -> bool:
-    return bool(totals) and are_equal((1.0, *totals))
-
-
-def _wholes(criterion: Criterion) -> Iterator[float]:
-    """Yields what all criterions, or all losses of the script's own, add up to together in each usual update."""
-    for index in criterion.usual:
-        parts = [part for part in criterion.run.parts[criterion.place] if part.index == index]
-        weights = (part.weight("count", not part.is_own) for part in parts if part.is_own == criterion.is_own)
-        yield sum(weights) * criterion.factors.get(index, criterion.factor or 1.0) / criterion.run.num_ranks
+    is_either = is_equal(criterion.level, criterion.common)
+    are_added = run.num_ranks > 1 and is_equal(run.factor or 1.0, run.num_ranks)  # and no coefficient makes up for it
+    doubted = [rule for rule in RULES if (is_either and rule[0] == "rows") or (are_added and not rule[1])]
+    if any(reading.is_mean and reading.rule not in doubted for reading in criterion.readings):
+        return True
+    whole = dict.fromkeys(criterion.usual, 0.0)  # of all criterions, or of all losses of the script's own
+    for part in run.parts:
+        if part.index in whole and part.is_own == criterion.is_own:
+            whole[part.index] += part.weigh("count", not part.is_own)[0] / run.num_ranks
+    return are_equal([1.0, *whole.values()])
 
 
 def _reading(criterion: Criterion) -> tuple[str, str] | None:
     """Says what is divided too often or not at all, with the cure, if an update can mean nothing else."""
     steps = criterion.common
     ranks = criterion.run.num_ranks
-    factor = criterion.factor or 1.0
+    factor = criterion.run.factor or 1.0
     path = next((part.path for part in criterion.parts if part.path is not None), None)
     if path is None:
         return None
@@ -261,11 +232,12 @@ def _shows_samples(criterion: Criterion) -> bool:
 def _undivided(criterion: Criterion) -> Finding | None:
     """Finds a sum over as many tokens as there are that nothing divides."""
     totals = [*criterion.totals.values()]
-    each = max(part.each() for part in criterion.parts) * (criterion.factor or 0.0)
-    if criterion.is_own or criterion.common == 1 or not criterion.is_constant or not is_equal(each, 1.0):
+    if criterion.is_own or criterion.common == 1 or not criterion.is_constant or criterion.run.factor is None:
         return None
-    if 2 * max(sum(is_equal(total, other) for total in totals) for other in totals) > len(totals):
-        return None  # the sum is intended, with a short last micro-batch
+    # Most are alike where the sum is intended, with a short last micro-batch.
+    num_alike = max(sum(is_equal(total, other) for total in totals) for other in totals)
+    if 2 * num_alike > len(totals) or not is_equal(max(part.each for part in criterion.parts), 1.0):
+        return None
     low, high = ends(totals)
     text = f"nothing divides this sum: updates weigh {low:.4g} to {high:.4g}, as their tokens do"
     return Finding("divisor", criterion.where, text, "divide by the window's number of tokens on all ranks")
