@@ -112,15 +112,15 @@ def test_name_that_is_read_unasked_is_refused_where_it_is_missing(room):
     assert [name for name in reads(room) & set(table(room)) if "refused" not in table(room)[name][3]] == []
 
 
-@pytest.mark.parametrize(
-    ("room", "kind"),
-    [
-        ("private.py", "plain"),
-        ("private.py", "DDP"),
-        ("engines/private/ddp.py", "DDP"),
-        pytest.param("engines/private/fsdp2.py", "FSDP2", marks=needs("torch", "2.13", "FSDP2")),
-    ],
-)
+ENGINES = [
+    ("private.py", "plain"),
+    ("private.py", "DDP"),
+    ("engines/private/ddp.py", "DDP"),
+    pytest.param("engines/private/fsdp2.py", "FSDP2", marks=needs("torch", "2.13", "FSDP2")),
+]
+
+
+@pytest.mark.parametrize(("room", "kind"), ENGINES)
 @on_ranks(lambda kind, **_: KINDS[kind].world)
 def test_engine_without_a_name_answers_as_its_table_promises(room, kind):
     make = partial(Run, kind)

@@ -1,11 +1,11 @@
 """launch/ray_train.py: two workers of Ray Train, one of which dies, end with the bits of launch/minimal.py."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
+from tests.launch.test_launchers import run
 from tests.launch.test_minimal import SCRIPT, expect_same
 from tests.support.programs import ROOT
 
@@ -27,13 +27,10 @@ threading.Thread(target=die, daemon=True).start()
 def test_worker_of_ray_that_dies_goes_on_to_the_bits_of_minimal(programs, tmp_path):
     pytest.importorskip("ray", reason="no Ray here: pip install 'distaccum[ray]'")
     (tmp_path / "sitecustomize.py").write_text(DIES)
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FOLDER": str(tmp_path)}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "launch" / "ray_train.py", tmp_path], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, **environment}, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert (tmp_path / "died").exists() and "'index': 79" in done.stdout
+    words = (sys.executable, ROOT / "launch" / "ray_train.py", tmp_path)
+    text = run(*words, cwd=tmp_path, seconds=900, **environment)
+    assert (tmp_path / "died").exists() and "'index': 79" in text
     programs.run(str(SCRIPT), tmp_path / "whole.pt", ranks=2, status=0)
     expect_same(max((tmp_path / "ray").glob("checkpoint_*/run.pt")), tmp_path / "whole.pt")
