@@ -5,6 +5,7 @@ import io
 import logging
 import math
 import pickle
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -69,16 +70,15 @@ class Module(pl.LightningModule):
         self.updates.append(update)
 
 
-def fit(module: Any, batches: list[Any], *, path: str | None = None, **options: Any) -> Any:
-    from pytorch_lightning.plugins.environments import LightningEnvironment
-
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+def fit(module: Any, batches: list[Any], *, path: str | None = None, library: Any = pl, **options: Any) -> Any:
+    logging.getLogger(library.__name__).setLevel(logging.ERROR)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    plugins = [*options.pop("plugins", ()), LightningEnvironment()]
+    environments = import_module(f"{library.__name__}.plugins.environments")
+    plugins = [*options.pop("plugins", ()), environments.LightningEnvironment()]
     with launched():
         options = {**dict.fromkeys(QUIET, False), "max_epochs": 1, "plugins": plugins, **options}
         options = {"strategy": "ddp" if world > 1 else "auto", **options}
-        trainer = pl.Trainer(accelerator="cpu", devices=world, **options)
+        trainer = library.Trainer(accelerator="cpu", devices=world, **options)
         loader = DataLoader(batches, batch_size=None) if isinstance(batches, list) else batches
         trainer.fit(module, loader, ckpt_path=path)
     return trainer
@@ -129,7 +129,7 @@ def test_scaler_of_the_trainer_scales_once_and_global_step_counts_updates():
 # Lightning's own loop
 
 
-class Automatic(pl.LightningModule):
+class Own:
     """A module as anybody's, whose training_step takes the labels out of its batch."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, loss: Any = sample_loss) -> None:
@@ -145,6 +145,10 @@ class Automatic(pl.LightningModule):
         loss = self.loss(self.net, batch)
         self.log("loss", loss)
         return {"loss": loss, "size": len(batch["x"])}
+
+
+class Automatic(Own, pl.LightningModule):
+    """Trained by Lightning's own loop."""
 
 
 class Looks(pl.Callback):
@@ -352,18 +356,11 @@ def test_loss_of_shape_1_is_a_number_and_a_second_fit_weighs_once():
 def test_callback_works_with_lightning_by_its_other_name():
     other = pytest.importorskip("lightning.pytorch")
 
-    class Other(other.LightningModule):  # type: ignore[misc]
-        training_step = Automatic.training_step
-        configure_optimizers = Automatic.configure_optimizers
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.loss = make_net_without_router(), sample_loss
+    class Other(Own, other.LightningModule):  # type: ignore[misc]
+        """Of the other package."""
 
     module, exact = Other(), ExactAccumulation(count_samples)
-    options = {**dict.fromkeys(QUIET, False), "accelerator": "cpu", "devices": 1, "max_epochs": 1}
-    options |= {"accumulate_grad_batches": 5, "gradient_clip_val": MAX_NORM}
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    other.Trainer(callbacks=[exact], **options).fit(module, DataLoader(batches_of(0), batch_size=None))
+    options = {"accumulate_grad_batches": 5, "gradient_clip_val": MAX_NORM}
+    fit(module, batches_of(0), library=other, callbacks=[exact], **options)
     net, losses, _ = expected([join(batches_of(0))])
     assert error(weights(module), weights(net)) <= 1e-12 and exact.update.loss == pytest.approx(losses[0])
