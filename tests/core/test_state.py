@@ -259,7 +259,8 @@ def test_state_follows_numpys_generator_of_any_kind(kind):
     numpy.random.set_bit_generator(kind(3))
     try:
         numpy.random.randn()  # leaves a second normal number ready, which is part of its state
-        drawn, (_, accumulator) = [], one_weight()
+        drawn = []
+        _, accumulator = one_weight()
         for _ in range(2):
             window = accumulator.window([torch.ones(1, 1)])
             next(iter(window))

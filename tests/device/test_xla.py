@@ -28,8 +28,8 @@ from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, Spans, WideSums
 from tests.runs import test_heads
 from tests.runs.test_update import Limited
-from tests.support.oracle import step_off
-from tests.support.problems import CASES, Batch, join, make_batch, make_net, sample_loss, token_loss, trunk
+from tests.support.oracle import everything, step_off
+from tests.support.problems import CASES, Batch, make_batch, make_net, micro_batches_of, sample_loss, token_loss, trunk
 from tests.support.windows import error, gradient_of, loss_of, run_window, weights
 
 DEVICE = torch_xla.device()
@@ -43,7 +43,7 @@ def there(given: Any) -> Any:
 
 def batches_of(index: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
     """The micro-batches of a window, on the host."""
-    return [make_batch(size, seed=100 * index + i, dtype=dtype) for i, size in enumerate(SIZES[index])]
+    return micro_batches_of([SIZES[index]], index, 0, dtype)
 
 
 def accumulating(model: nn.Module, lr: float = 1.0, **options: Any) -> Accumulator:
@@ -77,14 +77,14 @@ def windows_off(
     dtype, errors = next(model.parameters()).dtype, list[float]()
     for index in range(len(SIZES)):
         batches = batches_of(index, dtype)
-        window, whole = accumulator.window([place(batch) for batch in batches]), join(batches)
+        window = accumulator.window([place(batch) for batch in batches])
+        whole = everything([SIZES[index]], index, dtype)
 
         def run(batch: Batch, window: Any = window) -> None:
             window.backward(loss_fn(model, batch, how))
             if window.index:
                 torch_xla.sync()  # runs what is traced so far, as programs for large models do
 
-        whole["x"] = whole["x"].double()
         errors += step_off(model, window, make(), whole, of_all, run, read=weights_here, **more)
     return max(errors)
 
@@ -169,8 +169,10 @@ def test_scaler_grows_clips_and_skips_an_overflow():
 
 
 def test_update_cuts_a_batch_and_replays_it_when_memory_is_short():
-    model, batch = there(make_net()), make_batch(11, seed=1)
-    loss_fn, before = Limited(model, 3), weights_here(model)
+    model = there(make_net())
+    batch = make_batch(11, seed=1)
+    loss_fn = Limited(model, 3)
+    before = weights_here(model)
     accumulating(model, micro_batch_size="auto").update(there(batch), loss_fn)
     assert error(before - weights_here(model), gradient_of(make_net(), batch)) <= 1e-10
     assert loss_fn.sizes[0] == 11 and max(loss_fn.sizes[-4:]) <= 3
@@ -227,7 +229,8 @@ def test_check_compares_on_the_device_and_names_dropout():
 
 
 def test_heads_run_one_at_a_time():
-    model, batches = there(test_heads.Tasks()), batches_of(0)
+    model = there(test_heads.Tasks())
+    batches = batches_of(0)
     window = accumulating(model).window([there(batch) for batch in batches])
     assert test_heads.off(model, window, batches, read=weights_here) <= 1e-10
 

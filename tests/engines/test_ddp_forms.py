@@ -164,11 +164,13 @@ USERS = [
 def test_parameter_used_by_the_loss_alone_is_reduced(users, is_searched, turns):
     """Also by a rank whose last micro-batch uses no parameter of DDP."""
     ddp = DistributedDataParallel(Choosing(), find_unused_parameters=is_searched)
-    plain, scale = Choosing(), nn.Parameter(torch.ones(5, dtype=torch.float64))
+    plain = Choosing()
+    scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
     scale.requires_grad_(dist.get_rank() in users)
     accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.1))
     for uses in turns:
-        wanted, batches = scale.detach().clone().requires_grad_(), choices(uses)
+        wanted = scale.detach().clone().requires_grad_()
+        batches = choices(uses)
         set_weights(plain, weights(ddp))
         plain.zero_grad()
         window = accumulator.window(batches[dist.get_rank()])

@@ -161,7 +161,7 @@ def test_misuse_of_a_pipeline_is_refused_on_all_stages():
     optimizer = SGD(pipe.parameters(), lr=0.1)
     accumulator = Accumulator(pipe.schedule, optimizer, count=count_tokens(1), micro_batch_size=4)
     batches = batches_of(0, pipe.rank, 1)
-    (x, labels), (mine,) = batches[0], batches
+    x, labels = mine = batches[0]
     for said, *calls in (
         ("window.backward() with a Sched", lambda window: window.backward(x.clone().requires_grad_().sum())),
         ("DistaccumError", *[lambda window: window.run(x, target=labels)] * 2),  # a second run in one micro-batch

@@ -72,7 +72,9 @@ def exact(batches: list[Any]) -> torch.Tensor:
 @pytest.mark.parametrize("micro_batch_size", [13, "auto"])
 def test_micro_batch_that_does_not_fit_is_cut_smaller_and_the_size_is_remembered(where, micro_batch_size):
     model, accumulator = make(micro_batch_size=micro_batch_size)
-    batch, loss_fn, before = make_batch(13, seed=1), Limited(model, 4, where), weights(model)
+    batch = make_batch(13, seed=1)
+    loss_fn = Limited(model, 4, where)
+    before = weights(model)
     update = accumulator.update(batch, loss_fn)
     assert update.stepped and update.counts == {"samples": 13}
     assert loss_fn.sizes == [13, 6, 3, 3, 3, 4]
@@ -199,7 +201,8 @@ def test_retry_leaves_the_scaler_as_found():
     _, accumulator = make(model, micro_batch_size="auto", scaler=scaler)
     batch = make_batch(8, seed=0, dtype=torch.float32)
     accumulator.update(batch, lambda part: Limited(model, 8)(part) * 0)
-    at_start, before = scaler.state_dict(), weights(model)
+    at_start = scaler.state_dict()
+    before = weights(model)
     seen = []
 
     def loss_fn(batch: Any) -> torch.Tensor:
