@@ -98,10 +98,12 @@ class Reckoning:
     def _compare(self, judged: Tensor) -> None:
         """Compares gradients that are reduced with the sum of what autograd gave."""
         is_clear = judged & (self.whole.norm(dim=-1) > BOUND * self.size)  # micro-batches do not cancel
-        factor = float(_ratio(self.closed[0], self.whole)[is_clear if is_clear.any() else judged].median())
+        fits = is_clear & (self.equations > 1) & (_rest(self.closed, self.whole) < BOUND)  # a number is any other's
+        chosen = next(places for places in (fits, is_clear, judged) if places.any())
+        factor = float(_ratio(self.closed[0], self.whole)[chosen].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= BOUND)
-        is_unknown = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
+        is_unknown = not fits.any() and int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
         faults = [*self._explain(judged if is_unknown else wrong)]
         self.findings += faults
         if not faults and wrong.any():

@@ -61,6 +61,7 @@ class Trained:
         self.events: list[tuple[str, str, int, Any]] = []
         self._last_events = self.events  # of the last update
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
+        self.settled: list[tuple[Any, Any]] = []  # a gradient after that, and how far over a bound all were
         self._touched: set[str] = set()  # how gradients were changed between its backwards, and before the step
 
     @property
@@ -110,16 +111,30 @@ class Trained:
 
     def add(self, made: Backward) -> None:
         self.pending = [*self.pending[-KEPT:], made]
-        self._closed = None
+        self._open()
         self._mark = self._gradient()
 
     def note(self, kind: str, line: str = "", whose: Any = 0) -> None:
         events = self._last_events if kind in AFTER else self.events
         events.append((kind, line, len(self.pending), whose))
 
+    def _open(self) -> None:
+        self._closed = None
+        self.settled = []
+
+    def settle(self, over: Any) -> None:
+        """Notes that its gradients were unscaled or clipped, where they were so far over a bound."""
+        self.settled.append((self._gradient(), over))
+
     @quietly
     def close(self) -> None:
-        """Takes receipts of its gradients, before they are unscaled, clipped or used."""
+        """Takes receipts of its gradients, before they are unscaled, clipped or used; again if they have changed."""
+        if self.settled and self.settled[-1][0] != self._gradient():
+            self._touched.add(CHANGED)
+            is_whole = self._closed and all(over < 1 for _, over in self.settled)  # else clipping is in them too
+            rows = self._ledger.receipts(self._places()) if is_whole else {}
+            self._closed = {place: row * (self.scale if self.is_unscaled else 1.0) for place, row in rows.items()}
+            self.settle(0.0)
         if self._closed is None and self.pending:
             self._touched |= {CHANGED} if self._mark != self._gradient() else set()
             is_seen = all(made.received is not None for made in self.pending)
@@ -133,13 +148,13 @@ class Trained:
         if self.pending[-1].received is not None:
             self.pending[-1].values = self._ledger.receipts(self._places(), of_values=True)
         self.events = []
-        self._closed = None
+        self._open()
 
     def forget(self) -> None:
         self._mark = self._gradient()
         self.pending = []
         self.events = []
-        self._closed = None
+        self._open()
         self._touched = set()
 
     def rest(self) -> list[dict[str, Any]]:

@@ -84,7 +84,6 @@ class Watch:
             (DistributedDataParallel, "__init__", self.ledger.add_root),
             (Gradient, "clip", self._close),
             (torch.amp.GradScaler, "scale", self._scale),
-            (torch.amp.GradScaler, "unscale_", self._unscale),
         ]
         around: list[tuple[Any, str, Callable[..., Any]]] = [
             *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
@@ -92,6 +91,7 @@ class Watch:
             (Optimizer, "add_param_group", self._add_group),
             (LRScheduler, "step", self._schedule),
             (torch.autograd, "grad", self._grad),
+            (torch.amp.GradScaler, "unscale_", self._unscale),
             (torch.amp.GradScaler, "step", self._scaler_step),
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
@@ -309,7 +309,7 @@ class Watch:
         events = list[tuple[Trained, str]]()
         for trained in (each for each in self.trained if each.place in owners and (each.pending or each.is_spent)):
             trained.close()
-            is_scaled = not trained.is_unscaled and trained.scale > 100 * (bound or math.inf)
+            is_scaled = not trained.is_unscaled and trained.scale > max(1.0, 100 * (bound or math.inf))
             kinds = ("clip", "scaled")[: 1 + is_scaled] if trained.pending else ("late",)
             events += [(trained, kind) for kind in kinds]
         most = [p.grad.abs().max() for p in given if p.grad is not None] if "value" in original.__name__ else []
@@ -319,6 +319,7 @@ class Watch:
             over = over if not hasattr(over, "to_local") or over.placements[0].is_replicate() else bound < math.inf
             for trained, kind in events:
                 trained.note(kind, where()[0], over)
+                trained.settle(over)
         return result
 
     def _close(self, *_: Any) -> None:
@@ -329,16 +330,21 @@ class Watch:
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler if scaler.is_enabled() else None
 
-    def _unscale(self, scaler: Any, optimizer: Any) -> None:
+    def _unscale(self, original: Any, scaler: Any, optimizer: Any) -> None:
         trained = self._know(getattr(optimizer, "optimizer", optimizer))
-        if scaler.is_enabled() and trained.pending:
+        is_due = scaler.is_enabled() and bool(trained.pending)
+        if is_due:
             trained.close()  # receipts of gradients that are about to be changed
             trained.note("unscale", where()[0])
+        original(scaler, optimizer)
+        if is_due:
+            trained.settle(0.0)
 
     def _scaler_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         trained = self._know(getattr(optimizer, "optimizer", optimizer))
         trained.close()  # before it unscales
         if scaler.is_enabled():
+            trained.settled *= trained.is_unscaled
             trained.note("scaler", where()[0])
         result = original(scaler, optimizer, *args, **options)
         trained.forget()  # even if it overflowed, and nothing was stepped

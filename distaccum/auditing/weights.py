@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,14 +46,16 @@ def weigh(run: Run) -> Iterator[Finding]:
 
 def _fact(criterion: Criterion) -> str:
     what = "a loss of the script's own" if criterion.is_own else criterion.name
-    text = f"{what}, {plural(criterion.common, 'micro-batch')} an update"
+    least = min(criterion.lengths.values())
+    most = max(criterion.lengths.values())
+    text = f"{what}, {f'{least} to ' * (least < most)}{plural(most, 'micro-batch')} an update"
     if any(part.total is None for part in criterion.parts):
         return f"{text}: neither a mean nor a sum, so that its weights are not known"
     each = [(part.each for part in parts if part.total) for parts in criterion.updates.values()]
-    most = max([high / low for low, high in map(ends, each) if low], default=1.0)
+    ratio = max([high / low for low, high in map(ends, each) if low], default=1.0)
     low, high = ends(criterion.totals.values())
     adds_up = f"{low:.4g}" if high - low <= 5e-3 * high else f"{low:.4g} to {high:.4g}"
-    text += f": weigh 1 to {most:.3g}" if most > 1 + 1e-3 else ": weigh alike"
+    text += f": weigh 1 to {ratio:.3g}" if ratio > 1 + 1e-3 else ": weigh alike"
     if not criterion.totals:
         return f"{text} as backward gives them; what a step adds up to is not known"
     return f"{text} within an update, which adds up to {adds_up} of its mean"
@@ -130,7 +132,7 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
     reading = criterion.reading
     # What is no mean may add up as it shall: a sum over a constant, a loss of one's own
     is_free = not criterion.level or criterion.is_constant or criterion.is_own
-    if not reading.odd or (is_free and not _is_mean(criterion)):
+    if not reading.odd or (is_free and not _is_mean(criterion)) or _is_mean_of_lines(criterion):
         return
     if all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in reading.odd.items()):
         yield _window(criterion, reading.odd)
@@ -166,6 +168,10 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
     is_one = criterion.is_own or not any(index in criterion.readings[0].odd for index in criterion.usual)
     if run.factor is None or not level or not is_one or _is_mean(criterion):
         return None
+    low, high = ends(criterion.totals[index] for index in criterion.usual if index in criterion.totals)
+    if not is_equal(low, high):
+        text = f"what divides this: updates add up to {low:.4g} to {high:.4g} of one mean"
+        return Finding(UNJUDGED, criterion.where, text)
     text = f"the gradient is {level:.4g} times that of the mean"
     has_own = any(part.is_own for part in run.parts)
     is_alone = not has_own and are_equal(other.level for other in others)
@@ -174,8 +180,25 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
         return Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
     text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
     divides = any(how == "div" and by and not by % 1 for part in criterion.parts for how, by in part.path or ())
-    is_like = any(is_equal(level, by) or is_equal(level, 1 / by) for by in (criterion.common, run.num_ranks))
-    return Finding(UNJUDGED if criterion.is_own or divides or is_like else NOTE, criterion.where, text)
+    sizes = [by**sign for by in (criterion.common, run.num_ranks) if by > 1 for sign in (1, -1)]
+    is_like = any(is_equal(level, by) for by in sizes)
+    if criterion.is_own or divides:
+        # Without what the script intends, of the mean or of each element of a sum
+        first = criterion.parts[0]
+        bare = [times / (first.term["intent"] or 1.0) for times in (level, first.each * criterion.common)]
+        is_like |= any(is_equal(times, by) for times in bare for by in sizes) or not _is_beside(criterion, others)
+    return Finding(UNJUDGED if is_like else NOTE, criterion.where, text)
+
+
+def _is_beside(criterion: Criterion, others: Sequence[Criterion]) -> bool:
+    """True for a term that weighs a constant times another of the same backwards, which adds up to a mean."""
+    weights = {(part.index, part.rank, part.backward): part.total for part in criterion.parts}
+    for other in others:
+        theirs = {(part.index, part.rank, part.backward): part.total for part in other.parts}
+        is_pair = other is not criterion and theirs.keys() == weights.keys() and all(theirs.values())
+        if is_pair and _is_mean(other) and are_equal((weights[key] or 0.0) / (theirs[key] or 1.0) for key in weights):
+            return True
+    return False
 
 
 def _is_mean(criterion: Criterion) -> bool:
@@ -187,9 +210,21 @@ def _is_mean(criterion: Criterion) -> bool:
     doubted = [rule for rule in RULES if (is_either and rule[0] == "rows") or (are_added and not rule[1])]
     if any(reading.is_mean and reading.rule not in doubted for reading in criterion.readings):
         return True
-    whole = dict.fromkeys(criterion.usual, 0.0)  # of all criterions, or of all losses of the script's own
-    for part in run.parts:
-        if part.index in whole and part.is_own == criterion.is_own:
+    # All criterions, or all losses of the script's own, may add up to one
+    alike = [part for part in run.parts if part.is_own == criterion.is_own]
+    return _are_one_mean(criterion.usual, alike, run) or _is_mean_of_lines(criterion)
+
+
+def _is_mean_of_lines(criterion: Criterion) -> bool:
+    """True if all calls of its lines add up to one mean in each update, as in a loop over steps in time."""
+    sites = {part.site for part in criterion.parts}
+    return _are_one_mean(criterion.updates, [part for part in criterion.run.parts if part.site in sites], criterion.run)
+
+
+def _are_one_mean(indices: Iterable[int], parts: Iterable[Part], run: Run) -> bool:
+    whole = dict.fromkeys(indices, 0.0)
+    for part in parts:
+        if part.index in whole:
             whole[part.index] += part.weigh("count", not part.is_own)[0] / run.num_ranks
     return are_equal([1.0, *whole.values()])
 
