@@ -142,9 +142,8 @@ class MicroBatchSize:
 
 def fit_of(job: Job) -> MicroBatchSize:
     """Returns what is known about the size that fits; the job's micro-batches follow it."""
-    if job.fit is None:
-        job.fit = MicroBatchSize(job.most)
-    known: MicroBatchSize = job.fit
+    known: MicroBatchSize = job.fit or MicroBatchSize(job.most)
+    job.fit = known
     return known
 
 

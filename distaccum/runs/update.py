@@ -166,8 +166,7 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
     peers = planner.job.engine.peers
     largest, _ = window.plan.measured
     is_own = not isinstance(error, FailedElsewhere)
-    is_short = is_out_of_memory(error)
-    is_fault = is_own and not is_short
+    is_fault = is_own and not is_out_of_memory(error)
     told = in_short(error) if is_own else ""
     try:
         if is_fault:
@@ -183,8 +182,7 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
             ) from error
         if is_own:
             agreement.agree(failed=True)
-        everyone = peers.gather_objects((told, is_fault, is_short), everyone=True)
-        texts, faults, shorts = zip(*everyone, strict=True)
+        texts, faults = zip(*peers.gather_objects((told, is_fault), everyone=True), strict=True)
         # Where one has a fault, ranks short of memory are told of too: they may have kept the others waiting.
         all_or_none(
             texts if any(faults) else (),
@@ -195,7 +193,7 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
         if not fit_of(planner.job).ran_out(largest):
             seen = f": {told}" if told else ""
             raise DistaccumError(
-                f"a micro-batch of {largest} sample does not fit into the memory of rank {ranks_where(shorts)}{seen}; "
+                f"a micro-batch of {largest} sample does not fit into the memory of rank {ranks_where(texts)}{seen}; "
                 "nothing was stepped. Use a smaller model or sample, activation checkpointing, or a lower precision"
             )
     finally:
