@@ -101,7 +101,7 @@ class Loader:
         # What was drawn of an iterator comes first, even if a loop that was left is still held.
         kept = next((reader for reader in planner.readers if reader.of() is loader and reader.has_items), None)
         # An empty loader has a reason if it was left before, or a state was just loaded.
-        self._may_be_empty = kept is not None or job.random.loaded is not None
+        self._may_be_empty = kept is not None or job.random.due is not None
         self._reader: Reader = planner.place.open(loader, kept)
         self._reader.num_loops += 1
         others = [one for one in planner.readers if one is not kept and one.is_kept_beside(self._reader)]

@@ -89,8 +89,8 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     job.epochs.clear()
     # They step when the next window is planned: until then they may be loaded too.
     job.due = job.schedulers[-due:] if due else []
-    job.random.resume(part["random"], is_between=part["is_between"])
-    planner.place.load(part["loader"])
+    job.random.due = part["random"]
+    planner.place.load(part["loader"], is_between=part["is_between"])
     job.index = index
     job.skipped = skipped
     job.start = None

@@ -25,9 +25,7 @@ class Place:
         """The reader of a loader, from the position of a loaded state if any; `kept`: of an iterator that was left."""
         job = self._job
         position = self._loaded
-        # After a step that was the pass's last, whose end was yet unseen, the numbers of a state come before this one.
-        job.random.is_between |= self._reader is not None
-        self.load(None)
+        self._loaded = None
         tells_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         tells_state = tells_state and all(adapter.tells_state(loader) for adapter in job.adapters)
         if position is not None and not tells_state:
@@ -35,7 +33,9 @@ class Place:
             position = None
         if kept is not None:
             kept.resume(loader)
-        reader = kept or Reader(loader, job.random.open, tells_state=tells_state, position=position)
+        # A loader may draw numbers as it is opened: those of a state between two loops come first.
+        before_opening = job.random.put_back if self.is_read else bool
+        reader = kept or Reader(loader, before_opening, tells_state=tells_state, position=position)
         self._reader = reader if tells_state else None
         return reader
 
@@ -47,18 +47,17 @@ class Place:
 
     def is_between(self) -> bool:
         """Returns whether a job that resumes begins with a loop over windows()."""
-        random = self._job.random
-        return random.is_between if random.loaded is not None else self.is_read and self._job.start is None
+        return self.is_read and self._job.start is None
 
     def position(self) -> Position | None:
         """The position where the next update begins; None if no loader tells its state."""
-        start = self._job.start
-        before: Position | None = None if start is None else start.position
+        before: Position | None = None if self._job.start is None else self._job.start.position
         if before is not None or self._reader is None:
             return before or self._loaded
         return self._reader.position()
 
-    def load(self, position: Position | None) -> None:
-        """Begins at the position of a state."""
+    def load(self, position: Position | None, *, is_between: bool) -> None:
+        """Begins at the position of a state, which was taken between two loops over windows(), or in one."""
         self._loaded = position
         self._reader = None
+        self.is_read = is_between

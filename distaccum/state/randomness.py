@@ -24,8 +24,7 @@ class RandomNumbers(Extension):
     """This rank's generators: their states as a window begins, and those that a checkpoint puts back.
 
     Attributes:
-        loaded: The states from a checkpoint, until a window begins.
-        is_between: They are those before the next loader is opened.
+        due: The states from a checkpoint, until they are put back.
     """
 
     def join(self, job: Job) -> None:
@@ -33,16 +32,7 @@ class RandomNumbers(Extension):
         job.random = self
         self._models, self._once = job.models, job.once
         self._devices: list[torch.device] | None = None
-        self.resume(None, is_between=True)
-
-    def resume(self, numbers: Numbers | None, *, is_between: bool) -> None:
-        self.loaded = self._due = numbers
-        self.is_between = is_between
-
-    def open(self) -> None:
-        """Called before a loader is opened, which may draw numbers: those of a state between two loops come first."""
-        if self.is_between:
-            self._set_due()
+        self.due: Numbers | None = None
 
     def begin(self, window: Window) -> None:
         """Keeps the numbers before the first forward; the window's data are drawn, which may have drawn some too."""
@@ -54,20 +44,16 @@ class RandomNumbers(Extension):
             self._devices = random_devices(self._models)
         window.start.random = random_state(self._devices)
 
-    def put_back(self) -> None:
-        """Sets the random numbers of a loaded state, once."""
-        self._set_due()
-        self.loaded = None
-
     def now(self, start: Start | None) -> Numbers:
         """The random numbers of the window that began at `start`, or that one would have if it began now."""
         begun = start.random if start is not None else None
-        numbers: Numbers = plain(begun or self._due or random_state(random_devices(self._models)))
+        numbers: Numbers = plain(begun or self.due or random_state(random_devices(self._models)))
         return numbers
 
-    def _set_due(self) -> None:
-        due = self._due
-        self._due = None
+    def put_back(self) -> None:
+        """Sets the random numbers of a loaded state, once."""
+        due = self.due
+        self.due = None
         if due is None:
             return
         devices = list(map(str, random_devices(self._models)))
