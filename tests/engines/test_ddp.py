@@ -202,7 +202,8 @@ REFUSED = {
     "thawed late": "0.0.weight is not frozen as it was when DDP wrapped the model",
     "in backward": "steps inside backward",
     "in its hook": "steps inside backward",
-    "its group": "over a ProcessGroup, which torch.distributed does not know, as in torchft",
+    "its group": "over a ProcessGroup, which torch.distributed does not know, as in torchft, and counts need ranks "
+    "that stay: give DDP a group of torch.distributed",
 }
 
 

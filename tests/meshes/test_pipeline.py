@@ -162,10 +162,11 @@ def test_misuse_of_a_pipeline_is_refused_on_all_stages():
     accumulator = Accumulator(pipe.schedule, optimizer, count=count_tokens(1), micro_batch_size=4)
     batches = batches_of(0, pipe.rank, 1)
     x, labels = mine = batches[0]
+    chunks = {"arg_mbs": [(x,)] * 2, "target_mbs": [labels] * 2}
     for said, *calls in (
-        ("window.backward() with a Sched", lambda window: window.backward(x.clone().requires_grad_().sum())),
+        ("window.backward() with a Schedule1F1B", lambda window: window.backward(x.clone().requires_grad_().sum())),
         ("DistaccumError", *[lambda window: window.run(x, target=labels)] * 2),  # a second run in one micro-batch
-        ("run() got arg_mbs, target_mbs, of", lambda window: window.run(arg_mbs=[(x,)] * 2, target_mbs=[labels] * 2)),
+        ("run() got arg_mbs, target_mbs, of chunks", lambda window: window.run(**chunks)),
     ):
         window = accumulator.window(batches)
         next(iterator := iter(window))
@@ -174,12 +175,13 @@ def test_misuse_of_a_pipeline_is_refused_on_all_stages():
         window.discard()
     other = batches_of(5, dist.get_rank(), 1)  # other samples on each stage
     make = partial(Accumulator, pipe.schedule, optimizer)
+    noise = partial(make, extensions=[NoiseScale()])
     for said, call in (
         ("update() takes a function that returns a loss", lambda: accumulator.update(mine, torch.sum)),
         ("check() takes a function that returns a loss", lambda: accumulator.check(mine, torch.sum)),
         ("contrast() takes a function that returns a loss", lambda: accumulator.contrast(mine, len, torch.sum)),
         ("a micro-batch has 3 samples", lambda: accumulator.window([(x[:3], labels[:3])])),
-        ("parts of the same samples; use data parallelism alone, or", lambda: make(extensions=[NoiseScale()])),
+        ("whose ranks have parts of the same samples; use data parallelism alone, or leave it out", noise),
         ("sync='every' with a pipeline", lambda: make(sync="every")),
         ("WideSums with a pipeline's schedule", lambda: make(extensions=[WideSums(torch.float64)])),
         ("compute on the same samples together, and have", lambda: accumulator.window(other)),
