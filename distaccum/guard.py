@@ -136,10 +136,9 @@ def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
     entries = entries_of(micro_batches[0])
     names = [name for name, value in entries.items() if is_array(value) and not len(value.shape)]
     if names:
-        length = count_samples(micro_batches[0])
         warn(
             f"entry {names[0]!r} of a micro-batch has no dimension, and the others count as "
-            f"{length} samples, the length of their first one; if each micro-batch is one "
+            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one "
             "sample, pass count=lambda batch: 1 to the Accumulator, and otherwise a count= that says how many it has"
         )
 
@@ -201,7 +200,8 @@ def judge(window: AnyWindow, engine: Engine, what: str, on_nonfinite: OnNonfinit
         )
         cure = "Go back to a checkpoint, or look at how they were initialised or loaded"
     else:
-        message = _origin(engine, places) + (f"; first in {shorten(gradients)}" if gradients else "")
+        squares = "" if gradients else ", or as the squares of its elements were added up"
+        message = _origin(engine, places, squares) + (f"; first in {shorten(gradients)}" if gradients else "")
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({message})"
     raise NonfiniteError(
@@ -210,12 +210,12 @@ def judge(window: AnyWindow, engine: Engine, what: str, on_nonfinite: OnNonfinit
     )
 
 
-def _origin(engine: Engine, first: Sequence[tuple[int, float]]) -> str:
+def _origin(engine: Engine, first: Sequence[tuple[int, float]], squares: str) -> str:
     """Names its origin; `first`: each rank's first micro-batch with a non-finite loss (-1: none), and that loss."""
     # Ranks that share samples may hold different stages of a pipeline, and only one of them the losses.
     by_rank = enumerate(map(max, engine.peers.by_samples(first)))
     places = [f"the loss of micro-batch {n} on rank {rank} is {value}" for rank, (n, value) in by_rank if n >= 0]
-    return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
+    return "; ".join(places) or f"every loss is finite, so it came up in a backward or in the reduction{squares}"
 
 
 def explain_skip(window: AnyWindow, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:

@@ -10,7 +10,7 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2704),
+    CORE: (2200, 2701),
     "loader.py": (190, 269),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
