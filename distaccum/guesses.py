@@ -21,6 +21,7 @@ GUESSES = {
     **dict.fromkeys(("no_sync", "loader", "dataloader", "train_dataloader", "dataset"), LOOP),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), "steps"),
     **dict.fromkeys(("clip", "max_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip"), "max_norm"),
+    **dict.fromkeys(("cost", "trim", "micro_batch_cost"), "say micro_batch_size=ByCost(4096, cost=..., trim=...)"),
     "grad_scaler": "scaler",
     "Accumulator *": "give the options by name, as steps=4",
     "split *": "give one batch, as split((x, y))",

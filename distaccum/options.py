@@ -86,8 +86,7 @@ class Config:
     @cached_property
     def most(self) -> int | Literal["auto"] | None:
         """The most that a micro-batch may hold, in samples or in cost."""
-        size: Any = self.micro_batch_size
-        most: int | Literal["auto"] | None = getattr(size, "most", size)
+        most: int | Literal["auto"] | None = getattr(self.micro_batch_size, "most", self.micro_batch_size)
         return most
 
     def columns(self, call: str, length: int | None, whole: Names) -> Columns:
