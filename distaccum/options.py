@@ -86,7 +86,8 @@ class Config:
     @cached_property
     def most(self) -> int | Literal["auto"] | None:
         """The most that a micro-batch may hold, in samples or in cost."""
-        most: int | Literal["auto"] | None = getattr(self.micro_batch_size, "most", self.micro_batch_size)
+        size: Any = self.micro_batch_size
+        most: int | Literal["auto"] | None = getattr(size, "most", size)
         return most
 
     def columns(self, call: str, length: int | None, whole: Names) -> Columns:
