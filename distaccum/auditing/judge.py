@@ -208,7 +208,7 @@ def _span(run: Run) -> Iterator[Finding]:
     if looked := [index for index, ranks in run.updates.items() if "places" in ranks[0]]:
         first = next((i for i, index in enumerate(looked) if i != index), len(looked)) - 1
         later = f", then {', '.join(map(str, looked[first + 1 :][:8]))}" * (len(looked) > first + 1)
-        text = f"receipts in updates 0 to {first}{later}, of 0 to {run.seen[0]['made'] - 1}"
+        text = f"receipts in updates 0 to {first}{later}, of 0 to {run.seen[0]['made'][run.place] - 1}"
         yield Finding(FACT, "", f"{text}; what others do alone is not seen")
 
 

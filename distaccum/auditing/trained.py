@@ -70,11 +70,6 @@ class Trained:
         return bool(self.pending) and self.pending[-1].cleared is None
 
     @property
-    def is_emptied(self) -> bool:
-        """True where the last backward left gradients, and none is there."""
-        return self._mark is not None and self._gradient() is None
-
-    @property
     def is_spent(self) -> bool:
         """True while the gradient of the last step stands there, untouched."""
         return not self.pending and self._mark is not None and self._mark == self._gradient()
@@ -105,9 +100,12 @@ class Trained:
         return len(self.pending), *kinds, *sorted(self._touched)
 
     def touch(self) -> None:
-        """Notes that gradients were changed between two backwards."""
-        if self._mark is not None and self._mark != (now := self._gradient()):
-            self._touched.add(f"{'set to None' if now is None else 'changed'} between two backwards")
+        """Notes that gradients were changed, or cleared by hand, since the last backward."""
+        now = self._gradient()
+        if self._mark not in (None, now):
+            self._touched.add(f"{'changed' if now else 'set to None'} between two backwards")
+            if now is None:
+                self.forgo("")
 
     def add(self, made: Backward) -> None:
         self.pending = [*self.pending[-KEPT:], made]
@@ -159,8 +157,8 @@ class Trained:
 
     def rest(self) -> list[dict[str, Any]]:
         """Backwards that surely reached it, and that no step used."""
-        if self.optimizer() is not None and self.is_waiting and self.is_emptied:
-            self.forgo("")  # as where a window of ours skips its step
+        if self.optimizer() is not None and self.is_waiting:
+            self.touch()  # as where a window of ours skips its step
         return [made.as_dict() for made in self.pending if made.is_sure and not made.is_used]
 
     def record(self) -> dict[str, Any]:

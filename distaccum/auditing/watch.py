@@ -97,7 +97,7 @@ class Watch:
         ]
         with ExitStack() as stack:
             if unheard := stack.enter_context(hearing(self.heard.see, self.heard.key)):
-                self._say(UNJUDGED, f"{', '.join(unheard)}, in whose place another library has put its own")
+                self.said[UNJUDGED, f"{', '.join(unheard)}, in whose place another library has put its own"] = None
             for calls, is_first in ((before, True), (around, False)):
                 for owner, name, hear in calls:
                     stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first)))
@@ -117,8 +117,6 @@ class Watch:
         made = Backward(where()[0], self.heard.batch, self._scaler)
         for trained in self._waiting():
             trained.touch()
-            if trained.is_emptied:
-                trained.forgo("")
         if self._looks_closely:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
@@ -164,7 +162,7 @@ class Watch:
             norms = [name or type(norm).__name__ for name, norm in batchnorms(root) if norm.training]
             self.norm = self.norm or next(iter(norms), "")
             if not root.training and any(isinstance(module, nn.Dropout) and module.p for module in root.modules()):
-                self._say(NOTE, f"{line}: trains a model in eval mode, without its dropout")
+                self.said[NOTE, f"{line}: trains a model in eval mode, without its dropout"] = None
         return has_left
 
     def is_here(self) -> bool:
@@ -209,7 +207,7 @@ class Watch:
         self._stay_over()
         if self._stepping is not None or self.heard.current is not None:  # inside another optimizer's, or in backward
             if self._stepping is None:
-                self._say(UNJUDGED, "optimizers that step within backward")
+                self.said[UNJUDGED, "optimizers that step within backward"] = None
             return None
         trained = self._know(optimizer)
 
@@ -256,7 +254,7 @@ class Watch:
             if trained.is_spent:
                 trained.note("again", where()[0])
             elif not trained.num and trained.has_gradient():  # a rank that runs out of data gets that of others
-                self._say(UNJUDGED, f"what {where()[0]} steps, which no backward that was seen gave")
+                self.said[UNJUDGED, f"what {where()[0]} steps, which no backward that was seen gave"] = None
             return
         trained.close()
         if trained.num < 2:
@@ -350,25 +348,22 @@ class Watch:
         trained.forget()  # even if it overflowed, and nothing was stepped
         return result
 
-    def _say(self, kind: str, text: str) -> None:
-        self.said[kind, text] = None
-
     def as_dict(self) -> dict[str, Any]:
         """Returns what was seen, in plain numbers that other ranks can read."""
         if self.norm and any(len(update["backwards"]) > 1 for update in self.updates):
-            self._say(NOTE, f"{self.norm} normalises by each micro-batch: no window equals one big batch")
+            self.said[NOTE, f"{self.norm} normalises by each micro-batch: no window equals one big batch"] = None
         if self.forked[0]:
-            self._say(UNJUDGED, "what a forked child of this process trains; audit it in the child")
+            self.said[UNJUDGED, "what a forked child of this process trains; audit it in the child"] = None
         if self.ledger.unseen:
             names = shorten([self.ledger.rows[place]["name"] for place in sorted(self.ledger.unseen)])
-            self._say(UNJUDGED, f"receipts of {names}, whose gradient is sparse, or has too long rows")
+            self.said[UNJUDGED, f"receipts of {names}, whose gradient is sparse, or has too long rows"] = None
         return {
             "parameters": self.ledger.rows,
             "wrapped": self.ledger.wrapped,
             "updates": [{**update, "events": numbers_in(update["events"])} for update in self.updates],
             "schedules": {key: known for key, known in self.schedules.items() if known},
             "is_cut": self.is_over,
-            "made": self._num,
+            "made": {trained.place: trained.num for trained in self.trained},
             "said": [*self.said],
             "recurs": self.recurs,
             "rest": {each.place: [] if self.most else each.rest() for each in self.trained},
