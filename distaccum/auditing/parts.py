@@ -22,43 +22,41 @@ MEANS = ("mean", "batchmean")
 # How units may be weighed, so that all are equal: by unit or row, with what the script intends or without.
 RULES = (("count", True), ("count", False), ("rows", True), ("rows", False))
 Site = tuple[str, str, str]  # line, function, inner line
+Term = Mapping[str, Any]  # a call of a criterion, or a row that has such calls
 
 
-class Path(list[tuple[str, Any]]):
-    """The way from a loss to its criterion: how each step of its graph scales or adds, and by what (None: unknown).
+# The way from a loss to its criterion: how each step of its graph scales or adds, and by what (None: unknown).
+# A step divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
+# ("add"), takes a mean or a sum ("mean", "sum", with its elements, its rows, and those that a mask of 0 and 1 keeps),
+# passes some elements on ("other"), or does what no sum does ("own", "pairs").
+Path = Sequence[tuple[str, Any]]
 
-    Each divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
-    ("add"), takes a mean or a sum ("mean", "sum", with its elements, its rows, and those that a mask of 0 and 1 keeps),
-    passes some elements on ("other"), or does what no sum does ("own", "pairs").
+
+def _coefficient(path: Path) -> float:
+    """The product of what multiplies."""
+    return float(math.prod(abs(by or 1.0) for how, by in path if how.startswith("mul")))
+
+
+def _divisors(path: Path) -> list[float]:
+    return [abs(by or 0.0) for how, by in path if how == "div"]
+
+
+def _as_term(path: Path, scale: float) -> Term:
+    """The mean or the sum that a loss of the script's own is, like a criterion's call; "seed" is None if neither.
+
+    A sum is "kept" if a mask tells which of its elements count.
     """
-
-    @property
-    def coefficient(self) -> float:
-        """The product of what multiplies."""
-        return float(math.prod(abs(by or 1.0) for how, by in self if how.startswith("mul")))
-
-    def intent(self, count: float) -> float:
-        """The product of what the script multiplies by, and divides by unless that is a count."""
-        divisors = (abs(by) for how, by in self if how == "div" and by and by % 1 and not is_equal(by, count))
-        return float(self.coefficient / math.prod(divisors))
-
-    def as_term(self, scale: float) -> dict[str, Any]:
-        """The mean or the sum that a loss of the script's own is, like a criterion's call; "seed" is None if neither.
-
-        A sum is "kept" if a mask tells which of its elements count.
-        """
-        root = Path(takewhile(lambda step: step[0] in ("div", "mul", "add"), self))
-        nums: Any
-        kind, nums = next(iter(self[len(root) :]), ("", None))
-        count, rows, kept = nums if kind in ("mean", "sum") else (0, 1, None)
-        divisors = [abs(by or 0.0) for how, by in root if how == "div"]
-        is_known = count and all(divisors) and not any(how == "pairs" for how, _ in self)
-        seed = root.coefficient / math.prod(divisors) if is_known else None
-        if kind == "sum" and kept is not None and kept >= 0:
-            kind = "kept"
-            count = kept
-        about = {"seed": seed, "intent": root.coefficient / scale, "eps": 0.0}
-        return {"reduction": kind, "rows": rows, "count": count, **about}
+    root = [*takewhile(lambda step: step[0] in ("div", "mul", "add"), path)]
+    nums: Any
+    kind, nums = next(iter(path[len(root) :]), ("", None))
+    count, rows, kept = nums if kind in ("mean", "sum") else (0, 1, None)
+    is_known = count and all(_divisors(root)) and not any(how == "pairs" for how, _ in path)
+    seed = _coefficient(root) / math.prod(_divisors(root)) if is_known else None
+    if kind == "sum" and kept is not None and kept >= 0:
+        kind = "kept"
+        count = kept
+    about = {"seed": seed, "intent": _coefficient(root) / scale, "eps": 0.0, "divisors": _divisors(path)}
+    return {"reduction": kind, "rows": rows, "count": count, **about}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +71,7 @@ class Part:
     factor: float  # by which its gradient is multiplied, and no longer by a scaler
     site: Site
     call: int  # how many of this site the backward has had
-    term: Mapping[str, Any]
-    path: Path | None  # None where nobody looked at the graph
+    term: Term
 
     @property
     def total(self) -> float | None:
@@ -150,9 +147,9 @@ class Run:
                 for i, backward in enumerate(update["backwards"]):
                     about = (index, rank, i, backward["line"], backward["batch"], factor)
                     calls = Counter[Site]()
-                    for site, term, path in _terms_of(backward, times, own, update["scale"]):
+                    for site, term in _terms_of(backward, times, own, update["scale"]):
                         calls[site] += 1
-                        yield Part(*about, site, calls[site], term, path)
+                        yield Part(*about, site, calls[site], term)
 
     @property
     def is_alone(self) -> bool:
@@ -162,20 +159,18 @@ class Run:
 
     def criterions(self) -> list[Criterion]:
         """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
-        groups: dict[Any, dict[Any, list[Part]]] = defaultdict(lambda: defaultdict(list))
+        by_line: dict[Any, list[Part]] = defaultdict(list)
         for part in self.parts:
             line, name, inner = part.site
-            groups[name, part.term["reduction"], part.call][line, inner].append(part)
-        criterions = list[Criterion]()
-        for by_line in groups.values():
-            merged: list[list[Part]] = []
-            for some in by_line.values():
-                group = next((group for group in merged if _take_turns(group, some)), [])
-                if not group:
-                    merged.append(group)
-                group += some
-            criterions += [Criterion(self, group) for group in merged]
-        return criterions
+            by_line[name, part.term["reduction"], part.call, line, inner].append(part)
+        groups: dict[Any, list[list[Part]]] = defaultdict(list)
+        for (*kind, _, _), some in by_line.items():
+            merged = groups[tuple(kind)]
+            group = next((group for group in merged if _take_turns(group, some)), [])
+            if not group:
+                merged.append(group)
+            group += some
+        return [Criterion(self, group) for group in chain(*groups.values())]
 
 
 class Criterion:
@@ -204,7 +199,7 @@ class Criterion:
         # A row of a text has many targets, and a mask keeps as many elements of each as it likes.
         rules = RULES[:2] if self.name in BY_CLASS or reduction == "kept" else RULES
         self.readings = [Reading(self, *rule) for rule in rules]
-        self.reading = max(self.readings, key=lambda reading: (not reading.uneven, reading.is_mean, not reading.odd))
+        self.reading = max(self.readings, key=lambda reading: (not reading.uneven, not reading.odd, reading.is_mean))
         self.totals = self.readings[0].totals
         self.level = self.readings[0].level
 
@@ -213,6 +208,10 @@ class Criterion:
         has_changed = any(CHANGED in update["touched"] for update in self.run.updates[index])
         is_seen = index in self.run.factors or not has_changed
         return is_seen and all(part.total is not None for part in self.updates[index])
+
+    def is_even(self, parts: Sequence[Part]) -> bool:
+        """True if their units weigh alike by any reading."""
+        return any(reading.is_even(parts) for reading in self.readings)
 
     @property
     def is_constant(self) -> bool:
@@ -268,36 +267,37 @@ def are_equal(values: Iterable[float]) -> bool:
     return is_equal(*ends(values))
 
 
-def terms_of(update: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def terms_of(update: Term) -> Iterator[Term]:
     return (term for backward in update["backwards"] for term in backward["terms"])
 
 
-def _bound(term: Mapping[str, Any]) -> float:
+def _bound(term: Term) -> float:
     """The relative difference between equal weights."""
     return max(BOUND, 4 * float(term["eps"]))
 
 
-def _is_own(term: Mapping[str, Any]) -> bool:
+def _is_own(term: Term) -> bool:
     """True where the script gives the units of one call different weights, or its loss does more than add up."""
     is_uneven = term["low"] is not None and term["seed"] > term["low"] * (1 + _bound(term))
     return is_uneven or any(how == OWN for how, _ in term["divisors"] or ())
 
 
-def _terms_of(
-    backward: Mapping[str, Any], times: Counter[int], own: set[Any], scale: float
-) -> Iterator[tuple[Site, dict[str, Any], Path | None]]:
+def _terms_of(backward: Term, times: Counter[int], own: set[Any], scale: float) -> Iterator[tuple[Site, Term]]:
     """Yields criterions' calls, then losses of the script's own; a scaler's factor is no intent."""
     paths = [*backward["own"]]
     for term in backward["terms"]:
         num = times.pop(id(term), 0)  # 0 of a graph that another backward went through too
+        path = term["divisors"] or ()
         if num and term["site"] in own:
-            paths.append(term["divisors"] or ())
+            paths.append(path)
         elif num:
-            path = None if term["divisors"] is None else Path(term["divisors"])
-            intent = 1.0 if path is None else path.intent(term["count"]) / scale
-            yield term["site"], {**term, "seed": num * term["seed"], "intent": intent}, path
-    for path in map(Path, paths or [()] * (not backward["terms"])):
-        yield (backward["line"], OWN, ""), path.as_term(scale), path
+            # The script intends what it multiplies by, and what it divides by unless that is a count.
+            divisors = [by for by in _divisors(path) if by % 1 and not is_equal(by, term["count"])]
+            intent = _coefficient(path) / math.prod(divisors) / (scale if path else 1.0)
+            known = None if term["divisors"] is None else _divisors(path)  # None where no walk has reached it
+            yield term["site"], {**term, "seed": num * term["seed"], "intent": intent, "divisors": known}
+    for path in paths or [()] * (not backward["terms"]):
+        yield (backward["line"], OWN, ""), _as_term(path, scale)
 
 
 def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:

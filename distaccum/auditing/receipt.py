@@ -15,6 +15,7 @@ from .private import starts_of
 NUM = 8  # projections per gradient: as many equations for a fit of what was added up
 LONGEST = 1 << 17  # numbers in a row; the directions of a longer one would take too much memory
 PIECE = 1 << 20  # numbers that are cast at once
+Shape = tuple[int, ...]
 HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 
 
@@ -56,13 +57,7 @@ def project(gradient: Any) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def _sides(
-    whole: tuple[int, ...],
-    starts: tuple[int, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def _sides(whole: Shape, starts: Shape, shape: Shape, device: torch.device, dtype: Any) -> tuple[Tensor, Tensor]:
     """The columns and rows of all r, cut to a block."""
     here = [slice(start, start + num) for start, num in zip(starts, shape, strict=True)]
     columns = directions(whole[0], 0, device)[here[0]]

@@ -78,8 +78,9 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         text = f"no token counts in {empty} micro-batches, and the mean over none is NaN"
         hand = "sum the loss, and divide it by the window's number of tokens"
         yield Finding("nan", criterion.where, text, hand)
-    uneven = [index for index in criterion.reading.uneven if not _is_by_sample(criterion, index)]
-    if len(uneven) < len(criterion.reading.uneven):
+    unlike = [index for index, parts in criterion.updates.items() if not criterion.is_even(parts)]
+    uneven = [index for index in unlike if not _is_by_sample(criterion, index)]
+    if len(uneven) < len(unlike):
         text = f"the weights in {criterion.where}, which the script gives to samples itself"
         yield Finding(UNJUDGED, "", text)
     if uneven:
@@ -93,7 +94,7 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += " on all ranks, times their number where the wrapper averages" * (criterion.run.num_ranks > 1)
-        yield Finding("weights", criterion.where, text + _lines(criterion), hand)
+        yield Finding("weights", criterion.where, text + _line(criterion.parts[0]), hand)
 
 
 def _is_by_sample(criterion: Criterion, index: int) -> bool:
@@ -103,7 +104,7 @@ def _is_by_sample(criterion: Criterion, index: int) -> bool:
     for part in criterion.run.parts:
         if part.index == index and part.site in sites and not part.is_own:
             calls[part.rank, part.backward].append(part)
-    return not all(any(reading.is_even(parts) for reading in criterion.readings) for parts in calls.values())
+    return not all(map(criterion.is_even, calls.values()))
 
 
 def _judge_unused(run: Run) -> Iterator[Finding]:
@@ -130,6 +131,8 @@ def _judge_unused(run: Run) -> Iterator[Finding]:
 def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
     """Finds updates that weigh as many micro-batches as they have, where others weigh as one mean."""
     reading = criterion.reading
+    if not criterion.totals:
+        yield Finding(UNJUDGED, "", f"updates, whose weights are not known in {criterion.where}")
     # What is no mean may add up as it shall: a sum over a constant, a loss of one's own
     is_free = not criterion.level or criterion.is_constant or criterion.is_own
     if not reading.odd or (is_free and not _is_mean(criterion)) or _is_mean_of_lines(criterion):
@@ -154,8 +157,8 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Finding:
         f"{common}; so {len(odd)} of {len(criterion.lengths)} updates"
     )
     hand = f"step where (step + 1) % {common} == 0 and at an epoch's end; divide by the micro-batches that there are"
-    where = criterion.updates[index][-1].site[0]
-    return Finding("window", where, text + _lines(criterion, index), hand)
+    last = criterion.updates[index][-1]
+    return Finding("window", last.site[0], text + _line(last), hand)
 
 
 # What all updates add up to
@@ -177,9 +180,9 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
     is_alone = not has_own and are_equal(other.level for other in others)
     if is_alone and (reading := _reading(criterion)) is not None:
         what, hand = reading
-        return Finding("divisor", criterion.where, f"{what}: {text}{_lines(criterion)}", hand)
+        return Finding("divisor", criterion.where, f"{what}: {text}" + _line(criterion.parts[0]), hand)
     text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
-    divides = any(how == "div" and by and not by % 1 for part in criterion.parts for how, by in part.path or ())
+    divides = any(by and not by % 1 for part in criterion.parts for by in part.term["divisors"] or ())
     sizes = [by**sign for by in (criterion.common, run.num_ranks) if by > 1 for sign in (1, -1)]
     is_like = any(is_equal(level, by) for by in sizes)
     if criterion.is_own or divides:
@@ -234,11 +237,10 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
     steps = criterion.common
     ranks = criterion.run.num_ranks
     factor = criterion.run.factor or 1.0
-    path = next((part.path for part in criterion.parts if part.path is not None), None)
-    if path is None:
+    if criterion.parts[0].term["divisors"] is None:
         return None
-    divisors = [by for how, by in path if how == "div" and by != 1.0]
-    has_steps = steps > 1 and (any(is_equal(by or 0.0, steps) for by in divisors) or is_equal(factor, 1 / steps))
+    divisors = [by for by in criterion.parts[0].term["divisors"] if by != 1.0]
+    has_steps = steps > 1 and (any(is_equal(by, steps) for by in divisors) or is_equal(factor, 1 / steps))
     is_whole = not divisors and is_equal(factor, 1.0) and not criterion.is_sum and _shows_samples(criterion)
     readings = [  # whether it is possible, the weight that it would give, its text and its cure
         (steps > 1 and is_whole, steps, f"nothing divides by the {steps} micro-batches", f"loss / {steps}"),
@@ -278,9 +280,8 @@ def _undivided(criterion: Criterion) -> Finding | None:
     return Finding("divisor", criterion.where, text, "divide by the window's number of tokens on all ranks")
 
 
-def _lines(criterion: Criterion, index: int | None = None) -> str:
+def _line(part: Part) -> str:
     """The line of the backward, if it is another."""
-    part = criterion.parts[0] if index is None else criterion.updates[index][-1]
     path, _, line = part.line.rpartition(":")
     here = f"line {line}" if part.site[0].startswith(f"{path}:") else f"{Path(path).name}:{line}"
     return f" (backward: {here})" * (part.line != part.site[0])
