@@ -17,7 +17,7 @@ from distaccum import Accumulator, count_tokens
 from distaccum.extensions import NoiseScale
 from tests.support.collectives import gathered
 from tests.support.oracle import step_off
-from tests.support.problems import IGNORED, Batch, join, make_batch, make_net
+from tests.support.problems import IGNORED, Batch, join, make_batch, make_net, seeded
 from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import error, gradient, refused, run_window, warned, weights
 
@@ -55,8 +55,7 @@ class Reader(nn.Module):
 
 
 def make_reader(attend: Any = attention) -> Reader:
-    torch.manual_seed(3)
-    return Reader(attend).double()
+    return seeded(partial(Reader, attend))
 
 
 def on_a_mesh(wrap: str = "FSDP2") -> tuple[nn.Module, Any]:

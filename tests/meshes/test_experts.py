@@ -20,7 +20,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.collectives import Sum, gathered
 from tests.support.oracle import everything, own, step_off
-from tests.support.problems import IGNORED
+from tests.support.problems import IGNORED, seeded
 from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import refused
 
@@ -60,9 +60,7 @@ class Mixture(nn.Module):
         return self.leave(tokens + self.experts(tokens, gates)), gates.square().sum(-1).unflatten(0, x.shape[:2])
 
 
-def make_mixture() -> Mixture:
-    torch.manual_seed(3)
-    return Mixture().double()
+make_mixture = partial(seeded, Mixture)
 
 
 def on_a_mesh(how: str) -> Mixture:

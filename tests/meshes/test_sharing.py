@@ -24,7 +24,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.oracle import everything, step_off
-from tests.support.problems import make_batch, micro_batches_of
+from tests.support.problems import make_batch, micro_batches_of, seeded
 from tests.support.ranks import mesh_of, on_ranks
 from tests.support.windows import refused, run_window, warned, weights
 
@@ -58,9 +58,7 @@ class Text(nn.Module):
         return self.leave(x)
 
 
-def make_text() -> Text:
-    torch.manual_seed(3)
-    return Text().double()
+make_text = partial(seeded, Text)
 
 
 def parallelized(net: Text, tensor: Any, plan: str) -> Text:
@@ -133,22 +131,22 @@ def test_law_holds_beside_tensor_parallel_ranks(world, plan, sync, clip, wrap):
     for index, pair in enumerate(WINDOWS):
         layout = [pair[r % 2] for r in range(num)] if num > 1 else [pair[1]]
         window = accumulator.window(micro_batches_of(layout, index, rank))
-        partial: list[list[str]] = []  # after each backward, and after the last
+        unsettled: list[list[str]] = []  # after each backward, and after the last
 
-        def run(batch: Any, window: Any = window, partial: Any = partial) -> None:
+        def run(batch: Any, window: Any = window, unsettled: Any = unsettled) -> None:
             loss = loss_fn(net, batch)
             assert plan not in LOSSES or str(loss.placements[0])[0] == placement
             window.backward(loss)
-            partial.append(names_of_partial(net))
+            unsettled.append(names_of_partial(net))
 
-        def look(partial: Any = partial) -> None:
-            partial.append(names_of_partial(net))
+        def look(unsettled: Any = unsettled) -> None:
+            unsettled.append(names_of_partial(net))
 
         with loss_parallel():
             looks = {"clip": clip, "between": look}
             assert max(step_off(net, window, make_text(), everything(layout, index), loss_fn, run, **looks)) <= 1e-10
         if (world, plan) == (2, "sequence"):
-            assert partial[0] and partial == [partial[0]] * len(window) + [[]], "settled once"
+            assert unsettled[0] and unsettled == [unsettled[0]] * len(window) + [[]], "settled once"
 
 
 @pytest.mark.parametrize(

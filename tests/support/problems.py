@@ -1,7 +1,7 @@
 """Small problems with a known answer: the gradient of one big batch in one process."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
+
+
+Made = TypeVar("Made", bound=nn.Module)
+
+
+def seeded(make: Callable[[], Made]) -> Made:
+    """In float64, with the same weights each time."""
+    torch.manual_seed(3)
+    return make().double()
 
 
 def make_net(dtype: torch.dtype = torch.float64) -> Net:

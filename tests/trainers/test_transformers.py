@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distaccum import DistaccumError, count_tokens
 from tests.support.counting import Counting
 from tests.support.oracle import by_big_batches
-from tests.support.problems import Stream
+from tests.support.problems import Stream, seeded
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, gradient, refused, says, warned, weights
 from tests.wrappers.test_accelerate import accelerators
@@ -49,9 +49,7 @@ class Net(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
 
 
-def make_net(kind: type[Net] = Net) -> Net:
-    torch.manual_seed(3)
-    return kind().double()
+make_net = partial(seeded, Net)
 
 
 Row = dict[str, Tensor]
