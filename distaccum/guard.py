@@ -136,9 +136,10 @@ def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
     entries = entries_of(micro_batches[0])
     names = [name for name, value in entries.items() if is_array(value) and not len(value.shape)]
     if names:
+        length = count_samples(micro_batches[0])
         warn(
             f"entry {names[0]!r} of a micro-batch has no dimension, and the others count as "
-            f"{count_samples(micro_batches[0])} samples, the length of their first one; if each micro-batch is one "
+            f"{length} samples, the length of their first one; if each micro-batch is one "
             "sample, pass count=lambda batch: 1 to the Accumulator, and otherwise a count= that says how many it has"
         )
 
