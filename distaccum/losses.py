@@ -16,7 +16,7 @@ from .meshes.sharing import whole_loss
 from .norms import HALF, number_of
 from .ranks import Peers
 from .scaling import is_scaled
-from .text import shown
+from .text import a, shown
 
 CURES = {  # for options of torch's backward
     "retain_graph": "for several losses of one forward use window.heads(outputs, items), or add them up",
@@ -206,7 +206,7 @@ class Record:
 
 def refuse_loss(loss: Any, who: str = "backward() got") -> NoReturn:
     if not isinstance(loss, Tensor):
-        seen = f"{shown(loss)}, a {type(loss).__name__}"
+        seen = f"{shown(loss)}, {a(type(loss).__name__)}"
         cure = "return it from loss_fn, which calls no backward" if loss is None else "without .item() or float()"
         if isinstance(loss, Sequence | Mapping):  # its repr would hold all logits
             seen = f"a {type(loss).__name__} of {len(loss)}"

@@ -47,7 +47,7 @@ class Config:
             choice(name, getattr(self, name), get_args(known))
         if self.mesh is not None and not (hasattr(self.mesh, "mesh") and hasattr(self.mesh, "get_coordinate")):
             raise TypeError(
-                f"mesh={self.mesh!r} is a {type(self.mesh).__name__}, expected the dimensions of a DeviceMesh that "
+                f"mesh={self.mesh!r} is {a(type(self.mesh).__name__)}, expected the dimensions of a DeviceMesh that "
                 "carry data, as mesh['data'] or mesh['replica', 'data']"
             )
         if self.max_norm is not None and not (hasattr(self.max_norm, "__float__") and self.max_norm > 0):

@@ -342,7 +342,7 @@ class Watch:
         trained = self._know(getattr(optimizer, "optimizer", optimizer))
         trained.close()  # before it unscales
         if scaler.is_enabled():
-            trained.settled *= trained.is_unscaled
+            trained.settled = trained.settled if trained.is_unscaled else []  # or it changes gradients itself
             trained.note("scaler", where()[0])
         result = original(scaler, optimizer, *args, **options)
         trained.forget()  # even if it overflowed, and nothing was stepped

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..batch import Count, Names, cut_batch, map_tensors, pick_rows
 from ..law import whole_number
-from ..text import Once
+from ..text import Once, a
 
 # Maps a batch to one number, or to one for each row.
 Cost = Count | Callable[[Any], Sequence[float]]
@@ -40,7 +40,7 @@ class ByCost:
             object.__setattr__(self, "most", whole_number("most", self.most, ", or 'auto'"))
         for name, value in (("cost", self.cost), ("trim", self.trim)):
             if not callable(value) and (name, value) != ("trim", None):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a callable of a batch")
+                raise TypeError(f"{name}={value!r} is {a(type(value).__name__)}, expected a callable of a batch")
 
     def cut(
         self, batch: Any, length: int, limit: int | None, parts: int, whole: Names, once: Once, *, in_order: bool

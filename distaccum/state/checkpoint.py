@@ -18,7 +18,7 @@ from ..job import Job
 from ..law import DistaccumError, whole_number
 from ..planning import Planner
 from ..runs.memory import fit_of
-from ..text import in_short, warn
+from ..text import a, in_short, warn
 
 Part = dict[str, Any]
 NOTHING: Part = {"random": None, "is_between": True, "loader": None}
@@ -59,7 +59,7 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     if window is not None and window.stage in (Stage.RUNNING, Stage.STEPPING):
         raise DistaccumError(f"load_state_dict() while a window is {window.describe()}; finish it or discard() it")
     if not isinstance(state, Mapping):
-        raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
+        raise TypeError(f"load_state_dict() got {a(type(state).__name__)}, expected what state_dict() gave")
     if missing := sorted(KEYS - set(state)):
         raise ValueError(f"the state has no {', '.join(missing)}{OF_STATE}")
     scaler = state["scaler"]
