@@ -23,12 +23,15 @@ VERSIONS = (
 # --most leaves these out, with all files and tests marked long: many seconds each, for what a shorter case shows too.
 LONG = (
     "test_audit_runs_under_accelerate_launch",
-    "test_right_script_has_no_finding[compiled",
+    *(f"test_right_script_has_no_finding[{script}" for script in ("compiled", "trained fabric", "trained lightning")),
     "test_audit_lives_with_a_script_that_has[spawned ranks",
     "test_mistake_is_named_with_its_line[loss divided in",
     "test_job_ends_whose_last_loss_nobody_reads",
     *(f"test_world_trains_exactly[{world}" for world in ("9-lost", "12-plain", "16-plain")),
-    *(f"test_law_holds_beside_tensor_parallel_ranks[{case}" for case in ("8", "4-repl", "4-part")),
+    *(f"test_law_holds_beside_tensor_parallel_ranks[{case}" for case in ("8", "4-repl", "4-part", "4-loss")),
+    "test_job_that_is_killed_anywhere_ends_with_the_same_bits[FSDP2-every",
+    "test_killed_run_goes_on_to_the_same_bits[2",
+    "test_updates_are_those_of_the_big_batch[1-short",
     "test_law_holds_on_what_fabric_set_up[auto",
     *(f"test_configs_start[{name}]" for name in ("fsdp2", "hsdp", "language", "nodes", "zero2", "zero3")),
 )
