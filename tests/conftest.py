@@ -23,10 +23,7 @@ VERSIONS = (
 # --most leaves these out, with all files and tests marked long: many seconds each, for what a shorter case shows too.
 LONG = (
     "test_audit_runs_under_accelerate_launch",
-    *(
-        f"test_right_script_has_no_finding[{script}"
-        for script in ("compiled", "trained fabric", "trained l", "trained t")
-    ),
+    *(f"test_right_script_has_no_finding[{script}" for script in ("compiled", "trained f", "trained l", "trained t")),
     "test_audit_lives_with_a_script_that_has[spawned ranks",
     "test_mistake_is_named_with_its_line[loss divided in",
     "test_job_ends_whose_last_loss_nobody_reads",
