@@ -78,8 +78,7 @@ def heard_by_all() -> Iterator[None]:
 @contextmanager
 def _all_coming(ranks: Sequence[int]) -> Iterator[None]:
     """A block to which all of `ranks` shall come; if it fails and some did not, the error names them."""
-    number = crc32(repr(ranks).encode())
-    place = f"distaccum/{number}"
+    place = f"distaccum/{crc32(repr(ranks).encode())}"
     rank = dist.get_rank()
     times = 0
     with suppress(*NO_STORE):

@@ -123,15 +123,16 @@ class Losses:
             self._looks = False
             self._once.keys.add("scale")
         if loss.dtype in HALF:
-            rounded = torch.tensor(share, dtype=loss.dtype, device="cpu").item()
+            # The scale keeps a share out of the range in which float16 has few digits, or none.
+            exact = share if scaler is None else math.frexp(share)[0]
+            off = abs(torch.tensor(exact, dtype=loss.dtype, device="cpu").item() - exact)
             what = (
-                f"a loss in {loss.dtype} rounds its share, {share:.6g}, to {rounded:.6g} in backward; compute it in "
-                "float32: criterion(outputs.float(), ...)"
+                f"a loss in {loss.dtype} rounds its share, {share:.6g}, by {off / (exact or 1):.2%} in backward; "
+                "compute it in float32: criterion(outputs.float(), ...)"
             )
-            # bfloat16 rounds by less, and so does float16 where it is not subnormal.
-            if scaler is None and abs(rounded - share) > share / 256:
+            if off > exact / 256:  # more than half of a digit
                 raise ValueError(f"backward() got {what}")
-            if rounded != share:
+            if off:
                 self._once("half", what)
             loss = loss.float()
         if share and micro is not None:

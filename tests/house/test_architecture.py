@@ -286,7 +286,7 @@ def own_ways(source: Source) -> Counter[str]:
 BUILTINS = "bool float id iter len list map max min next repr reversed set sorted str sum tuple type"
 OF_TEXTS = "encode format get items join keys lower removeprefix removesuffix replace startswith strip upper values"
 OF_OURS = "a as_int_if_whole bytes_text shown describe in_short known_engines name_of plural ranks_where shorten"
-OF_ROOMS = "_kind _lines named _named _names_of cwd fspath Path signature get_rank get_world_size where"
+OF_ROOMS = "_kind _lines crc32 named _named _names_of cwd fspath Path signature get_rank get_world_size where"
 PURE = frozenset(f"{BUILTINS} {OF_TEXTS} {OF_OURS} {OF_ROOMS}".split())
 Leaf = ast.Name | ast.Constant
 

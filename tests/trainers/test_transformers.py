@@ -88,14 +88,9 @@ def make_trainer(kind: Any, model: nn.Module, rows: Any, folder: str, lr: float 
     others = {"data_collator": collate} | {name: options.pop(name) for name in names if name in options}
     quiet = {"output_dir": folder, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
     loop = {"num_train_epochs": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": STEPS}
-    rest = {
-        "use_cpu": True,
-        "max_grad_norm": MAX_NORM,
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "linear",
-        "remove_unused_columns": False,
-    }
-    arguments = TrainingArguments(**{**quiet, **loop, **rest, **options})
+    rates = {"max_grad_norm": MAX_NORM, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
+    rest = {"use_cpu": True, "remove_unused_columns": False}
+    arguments = TrainingArguments(**{**quiet, **loop, **rates, **rest, **options})
 
     class InOrder(kind):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
