@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, final
 
@@ -61,7 +61,7 @@ class Trained:
         self.events: list[tuple[str, str, int, Any]] = []
         self._last_events = self.events  # of the last update
         self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
-        self.settled: list[tuple[Any, Any]] = []  # a gradient after that, and how far over a bound all were
+        self.settled: list[tuple[Any, Any]] = []  # the gradients after that, and how far over a bound they were
         self._touched: set[str] = set()  # how gradients were changed between its backwards, and before the step
 
     @property
@@ -84,10 +84,13 @@ class Trained:
     def is_unscaled(self) -> bool:
         return any(kind in ("unscale", "scaler") for kind, *_ in self.events)
 
-    def _gradient(self) -> tuple[int, int] | None:
-        """One of its gradients, and how often it was changed."""
+    def _gradients(self) -> Iterator[tuple[int, int]]:
+        """Its gradients, and how often each was changed."""
         every = (parameter.grad for parameter in parameters_of(self.optimizer()) if parameter.grad is not None)
-        return next(((id(gradient), version(gradient)) for gradient in every), None)
+        return ((id(gradient), version(gradient)) for gradient in every)
+
+    def _gradient(self) -> tuple[int, int] | None:
+        return next(self._gradients(), None)
 
     def has_gradient(self) -> bool:
         """True if a gradient is there that is not 0."""
@@ -122,17 +125,16 @@ class Trained:
 
     def settle(self, over: Any) -> None:
         """Notes that its gradients were unscaled or clipped, where they were so far over a bound."""
-        self.settled.append((self._gradient(), over))
+        self.settled.append(([*self._gradients()], over))
 
     @quietly
     def close(self) -> None:
         """Takes receipts of its gradients, before they are unscaled, clipped or used; again if they have changed."""
-        if self.settled and self.settled[-1][0] != self._gradient():
+        if self.settled and self.settled[-1][0] != [*self._gradients()]:
             self._touched.add(CHANGED)
             is_whole = self._closed and all(over < 1 for _, over in self.settled)  # else clipping is in them too
             rows = self._ledger.receipts(self._places()) if is_whole else {}
             self._closed = {place: row * (self.scale if self.is_unscaled else 1.0) for place, row in rows.items()}
-            self.settle(0.0)
         if self._closed is None and self.pending:
             self._touched |= {CHANGED} if self._mark != self._gradient() else set()
             is_seen = all(made.received is not None for made in self.pending)

@@ -46,8 +46,7 @@ def weigh(run: Run) -> Iterator[Finding]:
 
 def _fact(criterion: Criterion) -> str:
     what = "a loss of the script's own" if criterion.is_own else criterion.name
-    least = min(criterion.lengths.values())
-    most = max(criterion.lengths.values())
+    least, most = map(int, ends(criterion.lengths.values()))
     text = f"{what}, {f'{least} to ' * (least < most)}{plural(most, 'micro-batch')} an update"
     if any(part.total is None for part in criterion.parts):
         return f"{text}: neither a mean nor a sum, so that its weights are not known"
