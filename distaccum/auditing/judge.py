@@ -121,8 +121,8 @@ def _cleared(run: Run) -> Iterator[Finding]:
             if is_meant:
                 continue
             if is_often and not all(ended for ended, _ in of_line):
-                hand = "clear gradients after the step alone"
-                yield Finding("cleared", line, f"clears {num} backwards before any step", hand)
+                text = f"clears {num} backwards before any step"
+                yield Finding("cleared", line, text, "clear gradients after the step alone")
             elif num:
                 text = f"clears {plural(num, 'micro-batch')} at an epoch's end before any step"
                 text += f", and no step follows the run's last {len(left)}" * bool(left)

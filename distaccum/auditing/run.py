@@ -21,6 +21,8 @@ def run(given: Any) -> int:
     path = Path(given.json or "report.json")
     if given.json is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):  # before hours of training
         raise FileNotFoundError(f"{path} cannot be written; expected a file in a folder that is there")
+    if not (given.module or Path(given.script).exists()):
+        raise FileNotFoundError(f"{given.script} is not there, expected a script, or a module after -m")
     status: Any = 0
     errors = os.dup(2)  # the script may close or replace its own
 

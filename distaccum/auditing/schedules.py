@@ -37,10 +37,9 @@ def judge_schedules(run: Run) -> Iterator[Finding]:
     """Finds schedules that step several times per update, or that were made for micro-batches and never end."""
     rank = run.seen[0]
     is_whole = rank["ended"] and not rank["is_cut"]
-    for key, known in rank["schedules"].items():
-        updates = run.of_ranks[0]
-        if known["optimizer"] != run.place:
-            continue
+    updates = run.of_ranks[0]
+    own = {key: known for key, known in rank["schedules"].items() if known["optimizer"] == run.place}
+    for key, known in own.items():
         of = f" of {known['length']}" * bool(known["length"])
         yield Finding(FACT, known["line"], f"{known['name']} is at step {known['at']}{of} at the end")
         if not updates or known["has_ended"]:  # also one that was made for as many steps as it makes

@@ -6,8 +6,7 @@ import pytest
 
 BEGIN = """import io, os, sys, torch
 import torch.nn.functional as F
-torch.manual_seed(0)
-net = torch.nn.Linear(8, 3)
+torch.manual_seed(0); net = torch.nn.Linear(8, 3)
 adam = torch.optim.AdamW(net.parameters())
 def train(updates=6, divisor=4):
     for _ in range(updates):

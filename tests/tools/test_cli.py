@@ -106,6 +106,7 @@ MISTAKES = {
     "plan --nodes 1.5": "nodes='1.5', expected a whole number of at least 1",
     "plan --optimizer lion": "optimizer='lion', expected one of sgd, momentum, adam",
     "plan --dtype int8": "dtype='int8', expected one of float32, bfloat16, float16",
+    "audit nowhere.py": "nowhere.py is not there, expected a script, or a module after -m",
     "audit --updates 0 train.py": "--updates=0, expected a whole number of at least 1; leave it out to run the script",
     "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",
     "check factories:in_no_size": "micro_batch_size=0, expected a whole number of at least 1",
