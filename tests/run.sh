@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: style, types, tests, doctests, the README's code.
 #
-#   bash tests/run.sh                     # all, 15 minutes on two cores
+#   bash tests/run.sh                     # all, 20 minutes on two cores
 #   bash tests/run.sh --most              # all but the tests that are marked long, for a machine with a time limit
 #   bash tests/run.sh --quick             # style, types, doctests, and the tests that find most mistakes: 2 minutes
 #   bash tests/run.sh --quick -k resumed  # of those, the tests with this in their name
