@@ -3,13 +3,18 @@
     python launch/bench/audit.py --out launch/results/audit
     python launch/bench/audit.py --rounds 1 --updates 33 --ranks 1 --shapes large  # 50 million parameters alone
 
-The two take turns, in one process and on two ranks (DDP, gloo); their weights must be equal bit by bit.
+The two take turns update by update, as processes or as jobs of two ranks (DDP, gloo): a machine whose pace changes
+slows both. Their weights must be equal bit by bit.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +43,7 @@ class Net(nn.Module):
         return self.outputs(self.blocks(self.inputs(rows)))
 
 
-def train(shape: str, updates: int, is_audited: bool) -> tuple[float, float, float, Tensor]:
+def train(shape: str, updates: int, is_audited: bool, turns: dist.Store) -> tuple[float, float, float, Tensor]:
     """Trains; returns the seconds of the first updates, those of the others, the MB at the peak, and the weights."""
     torch.manual_seed(0)
     net: nn.Module = Net(*SHAPES[shape])
@@ -49,7 +54,9 @@ def train(shape: str, updates: int, is_audited: bool) -> tuple[float, float, flo
     clock = time.perf_counter if dist.is_initialized() else time.process_time
 
     def train_all() -> None:
-        for _update in range(updates):  # the first is not timed
+        turns.set("True -1", "")
+        for update in range(updates):  # the first is not timed
+            turns.wait([f"{not is_audited} {update - (not is_audited)}"])
             began = clock()
             for i, micro_batch in enumerate(rows):
                 is_last = i + 1 == STEPS
@@ -59,6 +66,7 @@ def train(shape: str, updates: int, is_audited: bool) -> tuple[float, float, flo
             sgd.step()
             sgd.zero_grad()
             took.append(clock() - began)
+            turns.set(f"{is_audited} {update}", "")
 
     with distaccum.audit(model) if is_audited else nullcontext():
         megabytes = peak_of(train_all, CPU)
@@ -66,23 +74,27 @@ def train(shape: str, updates: int, is_audited: bool) -> tuple[float, float, flo
     return sum(took[1:FIRST]), sum(took[FIRST:]), megabytes, weights
 
 
-def measure(updates: int, rounds: int, shapes: list[str]) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    measured = []
-    for shape in shapes:
-        pairs = []
-        train(shape, 2, is_audited=True)  # what a process pays once is no part of the memory
-        for turn in range(rounds):
-            kinds = (False, True) if turn % 2 else (True, False)
-            taken = {kind: train(shape, updates, kind) for kind in kinds}
-            assert torch.equal(taken[True][3], taken[False][3]), "the audit changed the weights"
-            pairs.append((taken[False], taken[True]))
-        milliseconds = quartiles([1e3 * plain[1] / STEPS / (updates - FIRST) for plain, _ in pairs])["median"]
-        first, others = (quartiles([audited[i] / plain[i] for plain, audited in pairs]) for i in (0, 1))
-        more = quartiles([audited[2] - plain[2] for plain, audited in pairs])
-        row = {"shape": shape, "milliseconds": milliseconds}
-        measured.append({**row, "first": first, "others": others, "megabytes": more})
-    return measured
+def train_often(is_audited: bool, folder: str, shape: str, updates: int, rounds: int) -> list[Any]:
+    ranks = dist.get_world_size()
+    if ranks == 1:  # a process without a group
+        dist.destroy_process_group()
+    lengths = [2, *[updates] * rounds]  # what a process pays once is no part of the memory
+    stores = [dist.FileStore(str(Path(folder, str(turn)))) for turn in range(len(lengths))]
+    return [train(shape, num, is_audited, store) for num, store in zip(lengths, stores, strict=True)][1:]
+
+
+def measure(ranks: int, updates: int, rounds: int, shape: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        given = (folder, shape, updates, rounds)
+        run = partial(in_ranks, ranks, train_often, seconds=3000)
+        jobs = [pool.submit(run, is_audited, *given) for is_audited in (False, True)]
+        pairs = [*zip(*(job.result()[0] for job in jobs), strict=True)]
+    assert all(torch.equal(audited[3], plain[3]) for plain, audited in pairs), "the audit changed the weights"
+    milliseconds = quartiles([1e3 * plain[1] / STEPS / (updates - FIRST) for plain, _ in pairs])["median"]
+    first, others = (quartiles([audited[i] / plain[i] for plain, audited in pairs]) for i in (0, 1))
+    more = quartiles([audited[2] - plain[2] for plain, audited in pairs])
+    row = {"ranks": ranks, "shape": shape, "milliseconds": milliseconds}
+    return {**row, "first": first, "others": others, "megabytes": more}
 
 
 def main() -> None:
@@ -100,15 +112,13 @@ def main() -> None:
         "What an audit costs",
         about,
         f"Ratio of the time of {options.updates} updates of {STEPS} micro-steps under `distaccum.audit` to that "
-        f"without, alternately, {options.rounds} rounds: the median, and how far the middle half reaches. "
+        f"without, in turns of an update, {options.rounds} rounds: the median, and how far the middle half reaches. "
         f"Receipts are taken in each of the first {FIRST} updates, and in every 16th of the others. One process by its "
         "own time, ranks (DDP on gloo) by the clock of rank 0. In every round the weights are the same to the bit. The "
         "large model has 51 million parameters in 77 tensors, 204 MB of gradients.",
     )
-    rows = []
-    for ranks in options.ranks:
-        for row in in_ranks(ranks, measure, options.updates, options.rounds, options.shapes, seconds=3000)[0]:
-            rows.append({"ranks": ranks, **row})
+    every = [(ranks, shape) for ranks in options.ranks for shape in options.shapes]
+    rows = [measure(ranks, options.updates, options.rounds, shape) for ranks, shape in every]
     heads = ("parameters", "ranks", "ms per micro-step", f"first {FIRST} updates", "the others", "more MB")
     kinds = ("first", "others", "megabytes")
     cells = [
