@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .batch import count_samples, entries_of, is_array
 from .engines.base import OVERFLOW, Engine, total_norm
 from .job import Job
-from .law import Counts, DistaccumError
-from .losses import Losses, Record
+from .law import DistaccumError
+from .losses import Record
 from .norms import local, names_of
 from .options import OnNonfinite
 from .text import Once, shorten, warn
@@ -39,26 +39,7 @@ OVER = Stage.STEPPED, Stage.LEFT
 DONE, WAITING, FAILED = range(3)
 
 
-class AnyWindow(Protocol):
-    """A `Window`, as guards see it from below."""
-
-    stage: Stage
-    turn: int
-    micro_step: int
-    has_more_parts: bool
-    counts: dict[str, float]
-    counts_here: Counts
-    losses: Losses
-    parameters: Sequence[nn.Parameter]
-
-    def where(self) -> str: ...
-
-    def describe(self) -> str: ...
-
-    def discard(self) -> None: ...
-
-
-def refuse_backward(window: AnyWindow) -> NoReturn:
+def refuse_backward(window: Any) -> NoReturn:
     """Raises, because no micro-batch is waiting for a backward."""
     if window.stage is not Stage.RUNNING:
         raise DistaccumError(
@@ -75,7 +56,7 @@ def refuse_backward(window: AnyWindow) -> NoReturn:
     )
 
 
-def refuse_freed_graph(window: AnyWindow, error: RuntimeError) -> None:
+def refuse_freed_graph(window: Any, error: RuntimeError) -> None:
     """Raises if a backward failed because an earlier one had freed its graph."""
     if "backward through the graph a second time" in str(error):
         raise DistaccumError(
@@ -84,7 +65,7 @@ def refuse_freed_graph(window: AnyWindow, error: RuntimeError) -> None:
         ) from error
 
 
-def give_up(window: AnyWindow, what: str) -> NoReturn:
+def give_up(window: Any, what: str) -> NoReturn:
     """Discards the window, and says why."""
     window.discard()
     raise DistaccumError(
@@ -93,7 +74,7 @@ def give_up(window: AnyWindow, what: str) -> NoReturn:
     )
 
 
-def refuse_unfinished(window: AnyWindow) -> None:
+def refuse_unfinished(window: Any) -> None:
     """Raises if the current micro-batch lacks a backward, a part or a named loss."""
     if window.stage is Stage.LEFT:
         raise DistaccumError(f"this window is {window.describe()}")
@@ -107,7 +88,7 @@ def refuse_unfinished(window: AnyWindow) -> None:
         )
 
 
-def refuse_missing_backward(window: AnyWindow, what: str) -> None:
+def refuse_missing_backward(window: Any, what: str) -> None:
     """Raises if the current micro-batch or part, named `what`, had no backward."""
     if window.turn != DONE:
         is_first = window.micro_step == 0
@@ -144,7 +125,7 @@ def tell_count(micro_batches: Sequence[Any], once: Once) -> None:
         )
 
 
-def refuse_untrained(window: AnyWindow, job: Job) -> None:
+def refuse_untrained(window: Any, job: Job) -> None:
     """Raises if an optimizer has nothing to step, or if a parameter was replaced since the Accumulator was made."""
     engine = job.engine
     if "step" in engine.owns or engine.peers.stages:
@@ -183,7 +164,7 @@ class NonfiniteError(DistaccumError):
     """A non-finite gradient or loss: the window was given up, and nothing was stepped."""
 
 
-def judge(window: AnyWindow, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
+def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
     """Finds why `what` is not finite, reading every gradient; raises on all ranks, or returns it as a skip's reason."""
     names = names_of(engine.models)
     named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(window.parameters)]
@@ -219,7 +200,7 @@ def _origin(engine: Engine, first: Sequence[tuple[int, float]], squares: str) ->
     return "; ".join(places) or f"every loss is finite, so it came up in a backward or in the reduction{squares}"
 
 
-def explain_skip(window: AnyWindow, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:
+def explain_skip(window: Any, engine: Engine, record: Record, reason: str, on_nonfinite: OnNonfinite) -> str:
     """Finds why a gradient was skipped; raises on all ranks, or returns the reason in full."""
     if reason is not OVERFLOW:
         return judge(window, engine, "gradient", on_nonfinite)

@@ -10,7 +10,7 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2706),
+    CORE: (2200, 2694),
     "loader.py": (190, 269),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
@@ -23,7 +23,7 @@ BUDGETS = {
     "tools": (320, 360),
     "extensions": (200, 200),
     "feeding": (70, 70),
-    "the library": (5600, 6481),
+    "the library": (5600, 6469),
     "auditing": (1500, 1668),
     "tests": (9300, 9300),
     "tests/audit": (1200, 1199),
