@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, takewhile
 from typing import Any
 
@@ -70,7 +70,6 @@ class Part:
     batch: tuple[int, int]  # a loader, and the number of its batch
     factor: float  # by which its gradient is multiplied, and no longer by a scaler
     site: Site
-    call: int  # how many of this site the backward has had
     term: Term
 
     @property
@@ -146,10 +145,8 @@ class Run:
                 times = Counter(id(term) for term in terms_of(update))
                 for i, backward in enumerate(update["backwards"]):
                     about = (index, rank, i, backward["line"], backward["batch"], factor)
-                    calls = Counter[Site]()
-                    for site, term in _terms_of(backward, times, own, update["scale"]):
-                        calls[site] += 1
-                        yield Part(*about, site, calls[site], term)
+                    for site, term in _summed(_terms_of(backward, times, own, update["scale"])):
+                        yield Part(*about, site, term)
 
     @property
     def is_alone(self) -> bool:
@@ -159,17 +156,22 @@ class Run:
 
     def criterions(self) -> list[Criterion]:
         """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
-        by_line: dict[Any, list[Part]] = defaultdict(list)
+        by_site: dict[Any, dict[Any, list[Part]]] = defaultdict(lambda: defaultdict(list))
         for part in self.parts:
-            line, name, inner = part.site
-            by_line[name, part.term["reduction"], part.call, line, inner].append(part)
+            by_site[part.site, part.term["reduction"]][part.index, part.rank, part.backward].append(part)
         groups: dict[Any, list[list[Part]]] = defaultdict(list)
-        for (*kind, _, _), some in by_line.items():
-            merged = groups[tuple(kind)]
-            group = next((group for group in merged if _take_turns(group, some)), [])
-            if not group:
-                merged.append(group)
-            group += some
+        for ((_, name, _), reduction), backwards in by_site.items():
+            calls = [*backwards.values()]
+            varies = len({*map(len, calls)}) > 1
+            if varies and all(are_equal(part.total or 0.0 for part in some) for some in calls):
+                calls = [[_as_one(some)] for some in calls]
+            for call in range(max(map(len, calls))):
+                some = [parts[call] for parts in calls if call < len(parts)]
+                merged = groups[name, reduction, call]
+                group = next((group for group in merged if _take_turns(group, some)), [])
+                if not group:
+                    merged.append(group)
+                group += some
         return [Criterion(self, group) for group in chain(*groups.values())]
 
 
@@ -206,7 +208,7 @@ class Criterion:
     def is_known(self, index: int) -> bool:
         """True if an update's weights in the gradient that is used are known: it is not changed unseen."""
         has_changed = any(CHANGED in update["touched"] for update in self.run.updates[index])
-        is_seen = index in self.run.factors or not has_changed
+        is_seen = index in self.run.factors or (not has_changed and are_equal(self.run.factors.values()))
         return is_seen and all(part.total is not None for part in self.updates[index])
 
     def is_even(self, parts: Sequence[Part]) -> bool:
@@ -298,6 +300,23 @@ def _terms_of(backward: Term, times: Counter[int], own: set[Any], scale: float) 
             yield term["site"], {**term, "seed": num * term["seed"], "intent": intent, "divisors": known}
     for path in paths or [()] * (not backward["terms"]):
         yield (backward["line"], OWN, ""), _as_term(path, scale)
+
+
+def _summed(terms: Iterable[tuple[Site, Term]]) -> list[tuple[Site, Term]]:
+    """Adds up a backward's sums by one criterion whose units all weigh the same, as of a text's chunks."""
+    every: dict[Any, tuple[Site, Term]] = {}
+    for site, term in terms:
+        is_sum = term["reduction"] not in MEANS and site[1] != OWN
+        key = (site, term["seed"], term["intent"]) if is_sum else len(every)
+        before = every[key][1] if key in every else {}
+        every[key] = site, {**term, **{name: term[name] + before[name] for name in ("count", "rows") if before}}
+    return [*every.values()]
+
+
+def _as_one(calls: Sequence[Part]) -> Part:
+    """A loop's calls in a backward, over samples or the steps of an episode, as a sum over them."""
+    about = {"reduction": "calls", "count": len(calls), "rows": len(calls)}
+    return replace(calls[0], term={**calls[0].term, **about})
 
 
 def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:

@@ -92,7 +92,7 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
         beneath = _reduced(node, name) if name in CHAIN else _reduced(node, name) or [("other", None)]
         if above >= 0 and name == "Mm" and _is_square(node):
             own[above] = [*own[above], ("pairs", None)]
-        if above < 0 and (name not in LINEAR or len(todo) >= most):
+        if above < 0 and (name not in LINEAR or name == "Stack" or len(todo) >= most):  # its elements count once
             above = i
             own[i] = [*path, *beneath]
         if len(todo) >= (most if above < 0 else BENEATH):
@@ -118,18 +118,29 @@ def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
         return []
     kept: Any = math.nan
     product, _ = node.next_functions[0]
+    mask = None
     if name == "Sum" and product.name() == "MulBackward0" and product.next_functions[1][0] is None:
         mask = product._saved_other.detach()
+    elif name == "Sum" and product.name().startswith("MaskedFill"):
+        mask = ~product._saved_mask
+    if mask is not None:
         is_mask = ((mask == 0) | (mask == 1)).all()
         kept = torch.where(is_mask, mask.sum() * (math.prod(sizes) / max(1, mask.numel())), torch.nan)
     return [(name.lower(), (math.prod(sizes), sizes[0] if sizes else 1, kept))]
 
 
 def _is_square(node: Any) -> bool:
-    """True for scores of each row against each other row."""
+    """True for scores of each row against each other row, of which none are a weight's."""
     rows = node._saved_self_sym_sizes
     columns = node._saved_mat2_sym_sizes
-    return bool(rows[0] == columns[1] > 1)
+    return bool(rows[0] == columns[1] > 1) and not any(_is_weight(side) for side, _ in node.next_functions)
+
+
+def _is_weight(node: Any) -> bool:
+    """True for a leaf, or one transposed."""
+    while node is not None and node.name() == "TBackward0":
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")
 
 
 def source_of(iterator: Any) -> int:

@@ -65,7 +65,8 @@ def _is_known(criterion: Criterion) -> bool:
     if not criterion.is_own:
         return True
     is_seen = criterion.run.factor is not None and all(part.total is not None for part in criterion.parts)
-    return is_seen and (criterion.is_sum or len({part.term["count"] for part in criterion.parts}) == 1)
+    is_weighed = not criterion.readings[0].uneven and are_equal(criterion.totals.values())  # by its elements
+    return is_seen and (criterion.is_sum or is_weighed or len({part.term["count"] for part in criterion.parts}) == 1)
 
 
 # Within an update
@@ -198,9 +199,15 @@ def _is_beside(criterion: Criterion, others: Sequence[Criterion]) -> bool:
     for other in others:
         theirs = {(part.index, part.rank, part.backward): part.total for part in other.parts}
         is_pair = other is not criterion and theirs.keys() == weights.keys() and all(theirs.values())
+        is_pair &= not _divides(other) or _divides(criterion)
         if is_pair and _is_mean(other) and are_equal((weights[key] or 0.0) / (theirs[key] or 1.0) for key in weights):
             return True
     return False
+
+
+def _divides(criterion: Criterion) -> bool:
+    """True if it is divided by the number of micro-batches."""
+    return any(is_equal(by, criterion.common) for part in criterion.parts for by in part.term["divisors"] or ())
 
 
 def _is_mean(criterion: Criterion) -> bool:
@@ -268,7 +275,8 @@ def _shows_samples(criterion: Criterion) -> bool:
 def _undivided(criterion: Criterion) -> Finding | None:
     """Finds a sum over as many tokens as there are that nothing divides."""
     totals = [*criterion.totals.values()]
-    if criterion.is_own or criterion.common == 1 or not criterion.is_constant or criterion.run.factor is None:
+    is_free = criterion.is_own or criterion.parts[0].term["reduction"] == "calls"
+    if is_free or criterion.common == 1 or not criterion.is_constant or criterion.run.factor is None:
         return None
     # Most are alike where the sum is intended, with a short last micro-batch.
     num_alike = max(sum(is_equal(total, other) for total in totals) for other in totals)
