@@ -37,6 +37,7 @@ EVENTS = {
     "scaled": ("clips the gradient while the scaler's factor is in it, so that another bound holds", UNSCALE, 1.0),
     "unscale": ("unscales in the middle of a window, to which others are added", UNSCALE, -1.0),
     "again": ("steps again with the gradient of the step before", "step once per backward, then clear", -1.0),
+    "grows": ("adds to what a closure's call before has left", "clear gradients as the closure begins", -1.0),
     "eval": ("trains in eval mode, and did not at first", "call model.train() after each evaluation", -1.0),
 }
 WITHIN = ("clip", "unscale")  # are wrong in a window alone; before the step they are right
@@ -99,6 +100,11 @@ def _cleared(run: Run) -> Iterator[Finding]:
     for rank, of_rank in zip(run.seen, run.of_ranks, strict=True):
         updates = [update["backwards"] for update in of_rank]
         used = [[backward for backward in update if not backward["cleared"]] for update in updates]
+        at_once = [Counter(each["cleared"] for each in whole if each["cleared"]) for whole in updates]
+        lack = [0 < len(some) < max(of.values(), default=0) for some, of in zip(used, at_once, strict=True)]
+        if run.is_moved and any(lack):
+            text = "steps with fewer backwards where parameters had moved than are cleared there"
+            yield Finding(UNJUDGED, "", text)
         every = [*updates, rank["rest"][run.place]]
         lines = {backward["line"] for backwards in (used if any(used) else updates) for backward in backwards}
         clearings = list[tuple[int, str, bool, int]]()  # update, line, whether a loader had ended, backwards
@@ -153,6 +159,16 @@ def _events(run: Run) -> Iterator[Finding]:
         for (kind, line), indices in wrong.items():
             text, by_hand, _ = EVENTS[kind]
             yield Finding(kind, line, f"{text} (first in update {indices[0]}; {len(indices)} times)", by_hand)
+
+
+def _mixed(run: Run) -> Iterator[Finding]:
+    """Says where an optimizer uses what another one's loss left in its parameters, beside a loss of its own alone."""
+    for ranks in (ranks for ranks in run.updates.values() if "places" in ranks[0]):
+        by_reach = {backward["num_reached"] > 1: backward["line"] for backward in ranks[0]["backwards"]}
+        if len(by_reach) > 1:
+            text = f"what {by_reach[True]} leaves for this step, which trains another optimizer's parameters too"
+            yield Finding(UNJUDGED, by_reach[False], text)
+            return
 
 
 def _scaled(run: Run) -> Iterator[Finding]:
@@ -212,4 +228,4 @@ def _span(run: Run) -> Iterator[Finding]:
         yield Finding(FACT, "", f"{text}; what others do alone is not seen")
 
 
-RULES = (weigh, _receipts, _cleared, _events, judge_schedules, _scaled, _traffic, _apart, _span)
+RULES = (weigh, _receipts, _cleared, _events, _mixed, judge_schedules, _scaled, _traffic, _apart, _span)

@@ -43,7 +43,6 @@ def run(given: Any) -> int:
             report.ended = not left.code
         except Exception as error:
             traceback.print_exc()
-            status = 2
             report.error = f"{type(error).__name__}: {error}"
     for name in ("stdout", "stderr"):
         if getattr(getattr(sys, name), "closed", True):  # by the script
@@ -51,7 +50,7 @@ def run(given: Any) -> int:
     if isinstance(status, str):  # sys.exit("a message")
         print(status, file=sys.stderr)
         status = 1
-    return status or report.status
+    return status or (2 if report.error else report.status)
 
 
 def _run_as_python(given: Any) -> Any:

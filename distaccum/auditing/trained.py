@@ -15,8 +15,8 @@ from .private import version
 
 KEPT = 2000  # backwards of an update, and updates
 CHANGED = "changed between the last backward and the step"
-ROW = ("line", "batch", "terms", "own", "cleared")
-AFTER = ("late", "again")  # kinds of what happens after the step of an update
+ROW = ("line", "batch", "terms", "own", "cleared", "num_reached")
+AFTER = ("late", "again", "grows")  # kinds of what happens after the step of an update
 
 
 @final
@@ -35,6 +35,7 @@ class Backward:
         self.values: Receipts | None = None  # of the parameters, at the clearing
         self.received: Receipts | None = None
         self.is_sure = True  # it is known which optimizers it reached
+        self.num_reached = 0  # of them
         self.left: Receipts | None = None  # of the gradients after it
 
     def as_dict(self, places: list[int] | None = None) -> dict[str, Any]:
@@ -72,7 +73,18 @@ class Trained:
     @property
     def is_spent(self) -> bool:
         """True while the gradient of the last step stands there, untouched."""
-        return not self.pending and self._mark is not None and self._mark == self._gradient()
+        return not self.pending and self.is_untouched
+
+    @property
+    def is_untouched(self) -> bool:
+        """True while the gradient of the last backward or step stands there."""
+        return self._mark is not None and self._mark == self._gradient()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True where another gradient is in the place of that of the last backward or step."""
+        now = self._gradient()
+        return bool(now and self._mark and now[0] != self._mark[0])
 
     @property
     def scale(self) -> float:
@@ -111,6 +123,7 @@ class Trained:
                 self.forgo("")
 
     def add(self, made: Backward) -> None:
+        made.num_reached += 1
         self.pending = [*self.pending[-KEPT:], made]
         self._open()
         self._mark = self._gradient()
@@ -171,8 +184,8 @@ class Trained:
             made.is_used |= made.cleared is None
         self.pending = [made for made in self.pending if not (made.cleared and made.is_used)]
         self._last_events = self.events
-        now = self._gradient()
-        is_kept = bool(now and self._mark and now[0] != self._mark[0])  # elsewhere, while it is cleared here
+        is_kept = self.is_elsewhere  # while it is cleared here
+        self._mark = self._gradient()
         update: dict[str, Any] = {
             "optimizer": self.place,
             "index": self.num,

@@ -112,6 +112,9 @@ class Watch:
 
     def _backward(self, at: int, original: Any, *args: Any, **options: Any) -> Any:
         if not self.is_here() or self.heard.current is not None or self._stepping is not None:
+            searching = self._trained(self._stepping)
+            if searching is not None and searching.is_untouched:
+                searching.note("grows", where()[0])
             return original(*args, **options)
         self._stay_over()
         made = Backward(where()[0], self.heard.batch, self._scaler)
@@ -191,6 +194,9 @@ class Watch:
         if trained is None:
             trained = Trained(optimizer, len(self.trained), self.ledger)
             self.trained.append(trained)
+            self._touches.clear()  # the lines of old ones may reach this one now
+            self._looks_closely = True
+            self._num_new = 2
         for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(trained.place)
         return trained
@@ -230,17 +236,21 @@ class Watch:
 
         return (optimizer, heard, *args[2:]), {name: value for name, value in options.items() if name != "closure"}
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
+    def _after_step(self, optimizer: Any, args: Any, options: Any) -> None:
         trained = self._trained(optimizer)
         if self._stepping is not optimizer or trained is None:
             return
         self._stepping = self._scaler = None
         if trained.pending:
+            has_closure = any(map(callable, (*args[1:], *options.values())))
+            for update in self.updates[-1:] if trained.is_elsewhere and not has_closure else ():
+                self.said[UNJUDGED, f"what {where()[0]} does with gradients within its step"] = None
+                update["moved"] = True
             is_new = trained.way not in self._ways and self._num >= FIRST and len(self._ways) < KEPT
             self._num_new = 2 if is_new else max(0, self._num_new - 1)
             self._ways.add(trained.way)
             trained.num += 1
-        self._num = max(self._num, trained.num)
+        self._num = max(other.num for other in self.trained if other.optimizer() is not None)
         every = EVERY << (self._num // OFTEN).bit_length()
         self._looks_closely = self._num < FIRST or self._num % every == 0 or self._num_new > 0
         trained.forget()
