@@ -48,12 +48,13 @@ def project(gradient: Any) -> Tensor:
     columns, rows = _sides(whole, starts, gradient.shape, gradient.device, torch.float32 if is_single else None)
     matrix = gradient.reshape(len(gradient), rows.shape[1])
     # Each projection has a row of its own: one for all might see only the rounding of a gradient of low rank.
+    if is_single:
+        return widest(columns @ matrix * rows).sum(1)
     along = torch.zeros_like(rows)
     num = max(1, PIECE // max(1, rows.shape[1]))
     for i in range(0, len(matrix), num):
-        piece = matrix[i : i + num]
-        along.addmm_(columns[:, i : i + num], piece if is_single else widest(piece))
-    return widest(along.mul_(rows)).sum(1)
+        along.addmm_(columns[:, i : i + num], widest(matrix[i : i + num]))
+    return along.mul_(rows).sum(1)
 
 
 @lru_cache(maxsize=512)
