@@ -103,8 +103,7 @@ def _cleared(run: Run) -> Iterator[Finding]:
         at_once = [Counter(each["cleared"] for each in whole if each["cleared"]) for whole in updates]
         lack = [0 < len(some) < max(of.values(), default=0) for some, of in zip(used, at_once, strict=True)]
         if run.is_moved and any(lack):
-            text = "steps with fewer backwards where parameters had moved than are cleared there"
-            yield Finding(UNJUDGED, "", text)
+            yield Finding(UNJUDGED, "", "steps with fewer backwards where parameters had moved than are cleared there")
         every = [*updates, rank["rest"][run.place]]
         lines = {backward["line"] for backwards in (used if any(used) else updates) for backward in backwards}
         clearings = list[tuple[int, str, bool, int]]()  # update, line, whether a loader had ended, backwards

@@ -207,8 +207,9 @@ class Criterion:
 
     def is_known(self, index: int) -> bool:
         """True if an update's weights in the gradient that is used are known: it is not changed unseen."""
-        has_changed = any(CHANGED in update["touched"] for update in self.run.updates[index])
-        is_seen = index in self.run.factors or (not has_changed and are_equal(self.run.factors.values()))
+        low, high = ends(self.run.factors.values())
+        may_change = high - low > 0.05 * high or any(CHANGED in update["touched"] for update in self.run.updates[index])
+        is_seen = index in self.run.factors or not may_change
         return is_seen and all(part.total is not None for part in self.updates[index])
 
     def is_even(self, parts: Sequence[Part]) -> bool:

@@ -81,8 +81,7 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
     unlike = [index for index, parts in criterion.updates.items() if not criterion.is_even(parts)]
     uneven = [index for index in unlike if not _is_by_sample(criterion, index)]
     if len(uneven) < len(unlike):
-        text = f"the weights in {criterion.where}, which the script gives to samples itself"
-        yield Finding(UNJUDGED, "", text)
+        yield Finding(UNJUDGED, "", f"the weights in {criterion.where}, which the script gives to samples itself")
     if uneven:
         spreads = {index: criterion.readings[1].spread(criterion.updates[index]) for index in uneven}
         index = max(uneven, key=lambda i: spreads[i][1] / spreads[i][0])
@@ -93,6 +92,7 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
             f"; so in {len(uneven)} of {len(criterion.updates)} updates"
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
+        hand += ", each with its class's weight" * any(part.term["count"] % 1 for part in criterion.parts)
         hand += " on all ranks, times their number where the wrapper averages" * (criterion.run.num_ranks > 1)
         yield Finding("weights", criterion.where, text + _line(criterion.parts[0]), hand)
 
