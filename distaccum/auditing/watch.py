@@ -194,7 +194,6 @@ class Watch:
         if trained is None:
             trained = Trained(optimizer, len(self.trained), self.ledger)
             self.trained.append(trained)
-            self._touches.clear()  # the lines of old ones may reach this one now
             self._looks_closely = True
             self._num_new = 2
         for parameter in parameters_of(optimizer):

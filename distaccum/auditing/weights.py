@@ -92,7 +92,7 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
             f"; so in {len(uneven)} of {len(criterion.updates)} updates"
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
-        hand += ", each with its class's weight" * any(part.term["count"] % 1 for part in criterion.parts)
+        hand += ", each with its class's weight" * any((part.term["count"] or 0) % 1 for part in criterion.parts)
         hand += " on all ranks, times their number where the wrapper averages" * (criterion.run.num_ranks > 1)
         yield Finding("weights", criterion.where, text + _line(criterion.parts[0]), hand)
 
