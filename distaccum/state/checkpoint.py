@@ -37,7 +37,8 @@ def state_dict_of(planner: Planner) -> dict[str, Any]:
         )
     part = {
         "random": job.random.now(job.start),
-        "is_between": planner.place.is_between(),
+        # A job that resumes begins with a loop over windows().
+        "is_between": planner.place.is_read and job.start is None,
         "loader": planner.place.position(),
     }
     return {
@@ -66,18 +67,14 @@ def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     if (scaler is None) != (job.scaler is None):
         has, wants = ("no", "one") if scaler is None else ("a", "none")
         raise ValueError(f"the state holds {has} scaler and this accumulator has {wants}; give both the same")
-    names = "index", "skipped", "due", "ranks"
-    index, skipped, due, ranks = (whole_number(name, state[name], OF_STATE, 0) for name in names)
-    for name in ("fit", "scaler"):
-        if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
-            raise ValueError(f"the state has {name}={state[name]!r}, expected a dict{OF_STATE}")
-    learned = fit_of(job).loaded(state["fit"], OF_STATE)
+    index, skipped, due, ranks = (whole_number(n, state[n], OF_STATE, 0) for n in ("index", "skipped", "due", "ranks"))
     # A GradScaler itself would load some numbers before it missed another.
-    for name in job.scaler.state_dict() if job.scaler is not None else ():
-        if not isinstance(scaler.get(name), Real):
-            raise ValueError(
-                f"the state's scaler has {name}={scaler.get(name)!r}, expected a number; give what state_dict() gave"
-            )
+    numbers = {} if job.scaler is None else {"scaler": [*job.scaler.state_dict()]}
+    for name, keys in {"fit": [], **numbers}.items():
+        own = state[name]
+        if not isinstance(own, Mapping) or not all(isinstance(own.get(key), Real) for key in keys):
+            raise ValueError(f"the state has {name}={own!r}, expected {', '.join(keys) or 'a dict'}{OF_STATE}")
+    learned = fit_of(job).loaded(state["fit"], OF_STATE)
     part = _part_for(state, ranks, job)
     for extension in job.extensions:
         if extension.key:

@@ -45,10 +45,6 @@ class Place:
         if self._job.start is not None:
             self._job.start.position = reader.position()
 
-    def is_between(self) -> bool:
-        """Returns whether a job that resumes begins with a loop over windows()."""
-        return self.is_read and self._job.start is None
-
     def position(self) -> Position | None:
         """The position where the next update begins; None if no loader tells its state."""
         before: Position | None = None if self._job.start is None else self._job.start.position

@@ -46,16 +46,15 @@ class RandomNumbers(Extension):
 
     def now(self, start: Start | None) -> Numbers:
         """The random numbers of the window that began at `start`, or that one would have if it began now."""
-        begun = start.random if start is not None else None
+        begun = start and start.random
         numbers: Numbers = plain(begun or self.due or random_state(random_devices(self._models)))
         return numbers
 
     def put_back(self) -> None:
         """Sets the random numbers of a loaded state, once."""
-        due = self.due
-        self.due = None
-        if due is None:
+        if (due := self.due) is None:
             return
+        self.due = None
         devices = list(map(str, random_devices(self._models)))
         saved = due["devices"]
         if [torch.device(name).type for name in devices] != [torch.device(name).type for name in saved]:
@@ -70,8 +69,7 @@ class RandomNumbers(Extension):
 
 def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
     """The devices of these models that have random number generators of their own."""
-    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    devices = dict.fromkeys(t.device for model in models for t in (*model.parameters(), *model.buffers()))
     return [device for device in devices if hasattr(_module_of(device), "get_rng_state")]
 
 
@@ -96,8 +94,7 @@ def plain(state: Any) -> Any:
     """A state with lists in place of numpy's arrays, which a checkpoint cannot hold."""
     if isinstance(state, dict):
         return {name: plain(value) for name, value in state.items()}
-    is_array = type(state).__module__ == "numpy"
-    return state.tolist() if is_array else state
+    return state.tolist() if type(state).__module__ == "numpy" else state
 
 
 def set_random_state(state: Numbers) -> None:

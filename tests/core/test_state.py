@@ -207,10 +207,10 @@ def a_state(**change: Any) -> dict[str, Any]:
 BROKEN = [
     ({"skipped": KeyError}, "has no skipped; give what"),
     ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
-    ({"fit": None}, "fit=None, expected a dict"),
+    ({"fit": None}, "fit=None, expected a dict; give"),
     ({"fit": {**FIT, "size": 0}}, "size=0, expected a whole number of at least 1"),
     ({"noise": [1.0, 2.0]}, "expected three numbers"),
-    ({"scaler": {}}, "the state's scaler has scale=None"),
+    ({"scaler": {"scale": 8.0}}, "scaler=.*, expected scale, growth_factor, backoff_factor"),
     ({"rank 0": b"garbage"}, "cannot be read .UnpicklingError.: it is cut off, or of another"),
 ]
 
