@@ -57,15 +57,10 @@ class Config:
                 "steps is a number of micro-batches, batch_size and micro_batch_size are numbers of samples; give one "
                 "or the other"
             )
-        if self.batch_size is not None and self.micro_batch_size is None:
+        if self.batch_size is not None and (self.micro_batch_size is None or self.by_cost is not None):
             raise ValueError(
-                f"batch_size={self.batch_size!r} without micro_batch_size, the samples that one forward on a rank can "
-                "hold; give both"
-            )
-        if self.batch_size is not None and self.by_cost is not None:
-            raise ValueError(
-                f"batch_size={self.batch_size!r} with micro_batch_size=ByCost(...), which cuts whole batches by the "
-                "cost of their rows; leave batch_size out, or give micro_batch_size in samples"
+                f"batch_size={self.batch_size!r} with micro_batch_size={self.micro_batch_size!r}, expected a number of "
+                "samples that one forward holds; beside ByCost(...), which cuts whole batches, leave batch_size out"
             )
         of_rows = None if self.micro_batch_size == "auto" or self.by_cost is not None else self.micro_batch_size
         for name, value, cure in (
