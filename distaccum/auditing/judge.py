@@ -189,11 +189,14 @@ def _traffic(run: Run) -> Iterator[Finding]:
         is_known = all("left" in backward for backwards in every for backward in backwards)
         if len({*map(len, every)}) > 1 or len(every[0]) < 2 or not is_known:
             continue
-        windows += 1
         is_whole = torch.tensor([not run.seen[0]["parameters"][place]["copies"] for place in ranks[0]["places"]])
-        for of_ranks in list(zip(*every, strict=True))[:-1]:
+        reduces = list[bool]()
+        for of_ranks in zip(*every, strict=True):
             after, got = (torch.stack([backward[key] for backward in of_ranks]) for key in ("left", "received"))
-            early[of_ranks[0]["line"]] += bool((is_whole & _alike(after) & ~_alike(got)).any())
+            reduces.append(bool((is_whole & _alike(after) & ~_alike(got)).any()))
+        if reduces.pop():
+            windows += 1
+            early.update(backward["line"] for backward, does in zip(every[0], reduces, strict=False) if does)
     num = early.total()
     if 2 * num > windows:  # not now and then
         text = f"{num / windows + 1:.3g} reductions per update, and the last would do"

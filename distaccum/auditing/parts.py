@@ -28,7 +28,7 @@ Term = Mapping[str, Any]  # a call of a criterion, or a row that has such calls
 # The way from a loss to its criterion: how each step of its graph scales or adds, and by what (None: unknown).
 # A step divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
 # ("add"), takes a mean or a sum ("mean", "sum", with its elements, its rows, and those that a mask of 0 and 1 keeps),
-# passes some elements on ("other"), or does what no sum does ("own", "pairs").
+# passes some elements on ("other"), or does what no sum does ("own", "pairs"). "product": by what a graph made too.
 Path = Sequence[tuple[str, Any]]
 
 
@@ -46,7 +46,7 @@ def _as_term(path: Path, scale: float) -> Term:
 
     A sum is "kept" if a mask tells which of its elements count.
     """
-    root = [*takewhile(lambda step: step[0] in ("div", "mul", "add"), path)]
+    root = [*takewhile(lambda step: step[0] in ("div", "mul", "add", "product"), path)]
     nums: Any
     kind, nums = next(iter(path[len(root) :]), ("", None))
     count, rows, kept = nums if kind in ("mean", "sum") else (0, 1, None)
@@ -55,7 +55,7 @@ def _as_term(path: Path, scale: float) -> Term:
     if kind == "sum" and kept is not None and kept >= 0:
         kind = "kept"
         count = kept
-    about = {"seed": seed, "intent": _coefficient(root) / scale, "eps": 0.0, "divisors": _divisors(path)}
+    about = {"seed": seed, "intent": _coefficient(root) / scale, "eps": 0.0, "divisors": path}
     return {"reduction": kind, "rows": rows, "count": count, **about}
 
 
@@ -83,6 +83,10 @@ class Part:
     def is_own(self) -> bool:
         return self.site[1] == OWN
 
+    @property
+    def divisors(self) -> list[float]:
+        return _divisors(self.term["divisors"] or ())  # None where no walk has reached it
+
     def weigh(self, units: str, of_script: bool) -> tuple[float, float]:
         """The weight of all units (`"rows"`: of a sum, of rows), and of each; without what the script intends."""
         num = self.term[units]
@@ -101,8 +105,8 @@ class Run:
 
     Attributes:
         of_ranks (list[list[dict]]): The updates of each rank.
-        updates (dict[int, list[dict]]): Those that all make, by rank, with only the backwards that their steps used;
-            `num_left_out` are the others.
+        updates (dict[int, list[dict]]): Those that all make, by rank, with only the backwards that their steps used, if
+            it is known which reached it; `num_left_out` are those that some ranks do not make.
         reckoned (dict[int, Reckoning]): What their gradients are made of, where there are receipts.
         compared (list[Reckoning]): Those that could tell.
         factors (dict[int, float]): By what their gradients are multiplied; `factor` is usual.
@@ -116,7 +120,7 @@ class Run:
         self.num_ranks = len(seen)
         self.of_ranks = [[update for update in rank["updates"] if update["optimizer"] == place] for rank in seen]
         by_index: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        for update in chain(*self.of_ranks):
+        for update in (update for update in chain(*self.of_ranks) if update["is_sure"]):
             used = [backward for backward in update["backwards"] if not backward["cleared"]]
             by_index[update["index"]].append(update | {"backwards": used})
         self.updates = {index: ranks for index, ranks in by_index.items() if len(ranks) == len(seen)}
@@ -297,8 +301,7 @@ def _terms_of(backward: Term, times: Counter[int], own: set[Any], scale: float) 
             # The script intends what it multiplies by, and what it divides by unless that is a count.
             divisors = [by for by in _divisors(path) if by % 1 and not is_equal(by, term["count"])]
             intent = _coefficient(path) / math.prod(divisors) / (scale if path else 1.0)
-            known = None if term["divisors"] is None else _divisors(path)  # None where no walk has reached it
-            yield term["site"], {**term, "seed": num * term["seed"], "intent": intent, "divisors": known}
+            yield term["site"], {**term, "seed": num * term["seed"], "intent": intent}
     for path in paths or [()] * (not backward["terms"]):
         yield (backward["line"], OWN, ""), _as_term(path, scale)
 

@@ -80,6 +80,7 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     # Edge, path, and the number of a node above that is in no sum
     todo: list[tuple[Any, list[Any], int]] = [(edge, [], -1) for edge in edges]
     reached = set[int]()
+    weighed = set[Any]()  # products with a criterion in them
     own = dict[int, list[Any]]()
     for i, ((node, place), path, above) in enumerate(todo):
         kind, _, overload = node.name().rpartition("Backward")
@@ -87,6 +88,7 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
         if (term := node.metadata.get(key)) is not None:
             term["divisors"] = [*path, (OWN, None)] if id(term) in reached else path
             reached.add(id(term))
+            weighed |= {product for how, product in path if how == "product"}
             own.pop(above, None)
             continue
         beneath = _reduced(node, name) if name in CHAIN else _reduced(node, name) or [("other", None)]
@@ -100,6 +102,7 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
         addends = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
         steps = [("add", None)] * (len(addends) - 1) + [(OWN, None)] * (name not in LINEAR and name == kind) + beneath
+        product = [("product", i)] * (name == "Mul" and len(addends) > 1)
         for k, edge in addends:
             by: Any = None
             if name in ("Div", "Mul"):  # torch documents `_saved` names
@@ -107,12 +110,15 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
                 by = by.detach() if getattr(by, "requires_grad", False) else by  # keeps no graph
                 is_one = not isinstance(by, Tensor) or by.numel() == 1
                 steps = [((OWN if k and name == "Div" else name.lower()) + "s" * (not is_one), by)]
-            todo.append((edge, [*path, *steps], above))
-    return [*own.values()]
+            todo.append((edge, [*path, *product, *steps], above))
+    # What a criterion is multiplied by, as a learned weight of a task, is no loss beside it.
+    return [path for path in own.values() if weighed.isdisjoint(by for how, by in path if how == "product")]
 
 
 def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
     """A mean or a sum with its number of elements, its rows, and how many a mask of 0 and 1 keeps (NaN without it)."""
+    if name not in LINEAR and hasattr(node, "variable") and node.variable.numel() == 1:
+        return [("mean", (1, 1, math.nan))]
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if name not in ("Mean", "Sum") or sizes is None:
         return []

@@ -141,7 +141,7 @@ class Reckoning:
                 what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
                 text = f"{self.named(wrong)}: {what} in update {self.index} on rank {self.ranks[rank]}"
                 shown = ", ".join(f"{share:.3g}" if abs(share) > LOST else "0" for share in own)
-                hand = "keep each gradient from its backward to the step"
+                hand = "leave each gradient as it is until the step"
                 yield Finding("lost" if lost else "uneven", self.where, f"{text} (their weights: {shown})", hand)
 
 

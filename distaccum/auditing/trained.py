@@ -195,6 +195,7 @@ class Trained:
             "touched": sorted(self._touched),
             "absent": [place for place in self._places() if self._ledger.parameter(place).grad is None],
             "moved": is_kept and any(made.cleared for made in self.pending),
+            "is_sure": all(made.is_sure for made in self.pending),
         }
         places: list[int] | None = None
         if self._closed:

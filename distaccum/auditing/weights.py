@@ -93,6 +93,7 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += ", each with its class's weight" * any((part.term["count"] or 0) % 1 for part in criterion.parts)
+        hand += ", or by the sum of their weights" * criterion.is_own
         hand += " on all ranks, times their number where the wrapper averages" * (criterion.run.num_ranks > 1)
         yield Finding("weights", criterion.where, text + _line(criterion.parts[0]), hand)
 
@@ -182,14 +183,15 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
         what, hand = reading
         return Finding("divisor", criterion.where, f"{what}: {text}" + _line(criterion.parts[0]), hand)
     text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
-    divides = any(by and not by % 1 for part in criterion.parts for by in part.term["divisors"] or ())
+    divides = any(by and not by % 1 for part in criterion.parts for by in part.divisors)
     sizes = [by**sign for by in (criterion.common, run.num_ranks) if by > 1 for sign in (1, -1)]
     is_like = any(is_equal(level, by) for by in sizes)
     if criterion.is_own or divides:
         # Without what the script intends, of the mean or of each element of a sum
         first = criterion.parts[0]
         bare = [times / (first.term["intent"] or 1.0) for times in (level, first.each * criterion.common)]
-        is_like |= any(is_equal(times, by) for times in bare for by in sizes) or not _is_beside(criterion, others)
+        may_lack = not _divides(criterion) and any(is_equal(times, by) for times in bare for by in sizes)
+        is_like |= may_lack or not _is_beside(criterion, others)
     return Finding(UNJUDGED if is_like else NOTE, criterion.where, text)
 
 
@@ -206,8 +208,9 @@ def _is_beside(criterion: Criterion, others: Sequence[Criterion]) -> bool:
 
 
 def _divides(criterion: Criterion) -> bool:
-    """True if it is divided by the number of micro-batches."""
-    return any(is_equal(by, criterion.common) for part in criterion.parts for by in part.term["divisors"] or ())
+    """True if it is divided by the number of micro-batches, or multiplied by one part of so many."""
+    steps = {step for part in criterion.parts for step in part.term["divisors"] or () if step[0] in ("div", "mul")}
+    return any(by and is_equal(abs(by) if how == "div" else 1 / abs(by), criterion.common) for how, by in steps)
 
 
 def _is_mean(criterion: Criterion) -> bool:
@@ -245,7 +248,7 @@ def _reading(criterion: Criterion) -> tuple[str, str] | None:
     factor = criterion.run.factor or 1.0
     if criterion.parts[0].term["divisors"] is None:
         return None
-    divisors = [by for by in criterion.parts[0].term["divisors"] if by != 1.0]
+    divisors = [by for by in criterion.parts[0].divisors if by != 1.0]
     has_steps = steps > 1 and (any(is_equal(by, steps) for by in divisors) or is_equal(factor, 1 / steps))
     is_whole = not divisors and is_equal(factor, 1.0) and not criterion.is_sum and _shows_samples(criterion)
     readings = [  # whether it is possible, the weight that it would give, its text and its cure

@@ -57,7 +57,7 @@ PARTLY = (  # nothing is wrong, and not everything was judged
     *("trained zero1", "trained zero2", "trained zero3", "trained transformers"),
     *("ddp_by_hand alone", "ddp_samples averages"),
     # Losses, and gradients, that are not torch's alone
-    *("losses of_tasks", "losses rooted", "losses in_boxes", "unusual projects", "unusual plays", "unusual unrolls"),
+    *("losses rooted", "losses in_boxes", "unusual projects", "unusual plays", "unusual unrolls"),
     "unusual hides",
 )
 
