@@ -22,14 +22,17 @@ def is_users(path: str) -> bool:
 
 
 def where() -> tuple[str, str]:
-    """The line of the user's code that runs now, and the innermost line outside of torch and the audit."""
+    """The line of the user's code that runs now; the innermost line outside of torch and the audit, and its caller's.
+
+    A helper with a criterion in it is called for each task from another line.
+    """
     frame = inspect.currentframe()
     inner = ""
-    while frame is not None:
+    lines: list[str] = []
+    while frame is not None and len(lines) < 2:
         path = frame.f_code.co_filename
-        if not inner and not path.startswith(BENEATH):
-            inner = f"{path}:{frame.f_lineno}"
-        if is_users(path):
-            return f"{path}:{frame.f_lineno}", inner
+        line = f"{path}:{frame.f_lineno}"
+        inner = inner or line * (not path.startswith(BENEATH))
+        lines += [line] * is_users(path)
         frame = frame.f_back
-    return inner, inner
+    return (lines or [inner])[0], " from ".join([inner, *lines[1:]])

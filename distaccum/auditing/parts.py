@@ -21,7 +21,7 @@ BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
 # How units may be weighed, so that all are equal: by unit or row, with what the script intends or without.
 RULES = (("count", True), ("count", False), ("rows", True), ("rows", False))
-Site = tuple[str, str, str]  # line, function, inner line
+Site = tuple[str, str, str]  # line, function, inner line with its caller's
 Term = Mapping[str, Any]  # a call of a criterion, or a row that has such calls
 
 
@@ -303,7 +303,7 @@ def _terms_of(backward: Term, times: Counter[int], own: set[Any], scale: float) 
             intent = _coefficient(path) / math.prod(divisors) / (scale if path else 1.0)
             yield term["site"], {**term, "seed": num * term["seed"], "intent": intent}
     for path in paths or [()] * (not backward["terms"]):
-        yield (backward["line"], OWN, ""), _as_term(path, scale)
+        yield (backward["line"], OWN, backward["inner"]), _as_term(path, scale)
 
 
 def _summed(terms: Iterable[tuple[Site, Term]]) -> list[tuple[Site, Term]]:

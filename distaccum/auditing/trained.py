@@ -15,7 +15,7 @@ from .private import version
 
 KEPT = 2000  # backwards of an update, and updates
 CHANGED = "changed between the last backward and the step"
-ROW = ("line", "batch", "terms", "own", "cleared", "num_reached")
+ROW = ("line", "inner", "batch", "terms", "own", "cleared", "num_reached")
 AFTER = ("late", "again", "grows")  # kinds of what happens after the step of an update
 
 
@@ -23,8 +23,9 @@ AFTER = ("late", "again", "grows")  # kinds of what happens after the step of an
 class Backward:
     """A call of backward, such as a micro-step's."""
 
-    def __init__(self, line: str, batch: tuple[int, int], scaler: Any) -> None:
+    def __init__(self, line: str, inner: str, batch: tuple[int, int], scaler: Any) -> None:
         self.line = line
+        self.inner = inner
         self.batch = batch
         self.scaler = scaler
         self.terms: list[dict[str, Any]] = []

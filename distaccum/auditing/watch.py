@@ -117,7 +117,7 @@ class Watch:
                 searching.note("grows", where()[0])
             return original(*args, **options)
         self._stay_over()
-        made = Backward(where()[0], self.heard.batch, self._scaler)
+        made = Backward(*where(), self.heard.batch, self._scaler)
         for trained in self._waiting():
             trained.touch()
         if self._looks_closely:

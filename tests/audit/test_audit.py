@@ -35,12 +35,10 @@ from tests.support.programs import wait_for
 
 LOOPS = Path(__file__).parent / "loops"
 STYLES = "divides at the step, times its tokens, masks, scales gradients, nll"
-LOSSES = "weighted, distilled, of_tasks, of_pairs, of_policy, focal, mixed, of_one, rooted, in_boxes"
+LOSSES = "weighted, distilled, of_pairs, focal, mixed, of_one, rooted, in_boxes"
 UNUSUAL = "perturbs attacks projects searches plays alternates hides evens unrolls carries schedules skips"
 RIGHT = {  # scripts, some with an argument, and their ranks
-    **dict.fromkeys(
-        ("plain_tokens", "plain_samples", "gan", "scaled", "parts", "compiled", "lora", "windows plain"), 1
-    ),
+    **dict.fromkeys(("plain_tokens", "plain_samples", "gan", "scaled", "parts", "compiled", "windows plain"), 1),
     **dict.fromkeys((f"styles {style}" for style in STYLES.split(", ")), 1),
     **dict.fromkeys((f"losses {kind}" for kind in LOSSES.split(", ")), 1),
     **dict.fromkeys((f"unusual {who}" for who in UNUSUAL.split()), 1),

@@ -28,27 +28,11 @@ def distilled(model, window):
         yield (2.8 * soft + 0.3 * functional.cross_entropy(scores, y)) / len(window)
 
 
-def of_tasks(model, window):
-    """A backward for each task, weighed by what is learned."""
-    for x, y in window:
-        hidden, scale = model[:2](x), model.scale
-        yield (functional.cross_entropy(model[2](hidden), y) * (-scale).exp() + scale) / len(window)
-        yield functional.smooth_l1_loss(model[:2](x).sum(1), x.sum(1)) / len(window)
-
-
 def of_pairs(model, window):
     for x, _ in window:
         u, v = functional.normalize(model(x), dim=1), functional.normalize(model(x + 0.1), dim=1)
         scores, pairs = model.scale.exp() * u @ v.T, torch.arange(len(u))
         yield (functional.cross_entropy(scores, pairs) + functional.cross_entropy(scores.T, pairs)) / 2 / len(window)
-
-
-def of_policy(model, window):
-    for x, y in window:
-        chosen = torch.distributions.Categorical(logits=model(x))
-        ratio, gain = (chosen.log_prob(y) - chosen.log_prob(y).detach()).exp(), x[:, 0] - 0.5
-        clipped = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        yield (-clipped.mean() - 0.01 * chosen.entropy().mean()) / len(window)
 
 
 def focal(model, window):
@@ -94,7 +78,7 @@ def made():
     return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
 
 
-kinds = (weighted, distilled, of_tasks, of_pairs, of_policy, focal, mixed, of_one, rooted, in_boxes)
+kinds = (weighted, distilled, of_pairs, focal, mixed, of_one, rooted, in_boxes)
 losses = {one.__name__: one for one in kinds}[sys.argv[1]]
 others = [classifier().eval()]
 steps, loader = 4, DataLoader(Pictures(96), batch_size=6, num_workers=2 * (losses is weighted))
