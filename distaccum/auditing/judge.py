@@ -216,7 +216,7 @@ def _apart(run: Run) -> Iterator[Finding]:
         every = [*run.reckoned.values()]
         first = every[0]
         last = every[-1]
-        if first.names == last.names and (apart := first.same & ~last.same).any():
+        if first.names == last.names and (apart := first.same & ~last.equal).any():
             text = f"{first.named(apart)} were the same on all ranks, and differ in update {last.index}"
             yield Finding("apart", first.line, text, "reduce every gradient on every rank")
 

@@ -45,7 +45,7 @@ class Reckoning:
     Attributes:
         factor (float | None): Gradients divided by the ranks' average of what autograd gave, if one number fits.
         is_alone (bool): Each rank has a gradient of its own: nothing was reduced.
-        same (Tensor): Which parameters are equal on all ranks.
+        equal (Tensor): Which parameters have equal values on all ranks; `same` are surely no shards.
         is_own (bool): The script does more with gradients than adding them up.
     """
 
@@ -75,9 +75,16 @@ class Reckoning:
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
         absent = {*chain(*(update["absent"] for update in updates))}
-        self.same = _same_on_all([update["values"] for update in updates], vectors > 0)
+        values = torch.stack([update["values"] for update in updates])
+        self.equal = (values == values[0]).all(0).all(-1)
+        # If some differ, equal vectors, and zeros, may be shards.
+        self.same = self.equal if self.equal.all() else self.equal & ~(vectors > 0) & values[0].any(-1)
         judged = (self.size > 0) & (sharded | self.same) & self.closed.isfinite().all(-1).all(0)
         self._judge(judged, torch.tensor([place in absent for place in first["places"]]))
+        if self.before is not None:
+            left = (self.size == 0) & (self.equations > 1) & self.closed.any(-1).all(0)
+            left &= _rest(self.closed, self.before[0]) < BOUND
+            self.findings += [self._stale(left)] * bool(left.any())
 
     def _judge(self, judged: Tensor, absent: Tensor) -> None:
         gone = judged & absent
@@ -112,6 +119,10 @@ class Reckoning:
             self.findings.append(Finding(UNJUDGED, "", text))
         self.factor = None if is_unknown or not is_clear.any() else factor
 
+    def _stale(self, places: Tensor) -> Finding:
+        text = f"{self.named(places)}: the gradient in update {self.index} still holds that of the update before"
+        return Finding("stale", self.line, text, "clear gradients after each step")
+
     @property
     def is_compared(self) -> bool:
         return self.factor is not None or any(finding.kind not in SOFT for finding in self.findings)
@@ -134,8 +145,7 @@ class Reckoning:
             own = shares.split([*map(len, self.received)])[rank].tolist()
             is_even = float(_rest(target[None, None], parts.sum(0)[None])) < BOUND
             if len(basis) > len(parts) and abs(weights[-1]) > 10 * BOUND:
-                text = f"{self.named(wrong)}: the gradient in update {self.index} still holds that of the update before"
-                yield Finding("stale", self.line, text, "clear gradients after each step")
+                yield self._stale(wrong)
             elif not is_even and float(shares.max() - shares.min()) > 2 * BOUND:
                 lost = sum(abs(share) < LOST for share in own)
                 what = f"{lost} of {len(own)} backwards are lost" if lost else "backwards count differently"
@@ -143,12 +153,6 @@ class Reckoning:
                 shown = ", ".join(f"{share:.3g}" if abs(share) > LOST else "0" for share in own)
                 hand = "leave each gradient as it is until the step"
                 yield Finding("lost" if lost else "uneven", self.where, f"{text} (their weights: {shown})", hand)
-
-
-def _same_on_all(values: Sequence[Tensor], vectors: Tensor) -> Tensor:
-    """Tells which parameters are equal on all ranks; if some are not, equal vectors, and zeros, may be shards."""
-    same = (torch.stack([of_rank - values[0] for of_rank in values]).abs() == 0).all(0).all(-1)
-    return same if same.all() else same & ~vectors & values[0].any(-1)
 
 
 def _ratio(closed: Tensor, given: Tensor) -> Tensor:

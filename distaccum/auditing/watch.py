@@ -72,6 +72,7 @@ class Watch:
         self._stepping: Any = None  # the optimizer that steps
         self._scheduling = False
         self._scaler: Any = None  # that has scaled a loss since the last step
+        self._astray = ""  # the line of a backward that reached no optimizer, as it did before
         if model is not None:
             self.ledger.add_root(model)
 
@@ -142,7 +143,8 @@ class Watch:
             if self._num < AFTER_EACH and place_in_job()[1] > 1:
                 made.left = self.ledger.receipts(range(len(self.ledger.rows)))
         else:
-            known = self._touches.get(made.line, set())
+            known = self._touches.get(made.line, set()) if made.received is None else set()
+            self._astray = made.line if made.line in self._touches and not known else ""
         touched = frozenset[int]().union(*known)
         made.is_sure = len(known) < 2
         for trained in self.trained:
@@ -264,6 +266,8 @@ class Watch:
                 trained.note("again", where()[0])
             elif not trained.num and trained.has_gradient():  # a rank that runs out of data gets that of others
                 self.said[UNJUDGED, f"what {where()[0]} steps, which no backward that was seen gave"] = None
+            elif self._astray:
+                self.said[UNJUDGED, f"{where()[0]}, which steps nothing of what {self._astray} gave"] = None
             return
         trained.close()
         if trained.num < 2:
