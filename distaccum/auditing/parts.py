@@ -221,6 +221,12 @@ class Criterion:
         return any(reading.is_even(parts) for reading in self.readings)
 
     @property
+    def may_be_tasks(self) -> bool:
+        """True where usual updates have each of its lines once, as those of tasks, and another lacks one."""
+        nums = [len({part.site for part in parts}) for parts in self.updates.values()]
+        return min(nums) < max(nums) == self.common
+
+    @property
     def is_constant(self) -> bool:
         """True for a sum that a constant divides, or nothing: all units of all updates weigh the same."""
         return self.is_sum and are_equal(part.each for part in self.parts if part.total)
@@ -250,7 +256,7 @@ class Reading:
         self.level = statistics.median([self.totals[i] for i in criterion.usual if i in self.totals] or [0.0])
         self.is_mean = is_equal(self.level, 1.0)
         times = {index: total / (self.level or 1.0) for index, total in self.totals.items()}
-        self.odd = {i: by for i, by in times.items() if not is_equal(by, 1.0) and not criterion.is_skipping(i)}
+        self.odd = {i: by for i, by in times.items() if by and not is_equal(by, 1.0) and not criterion.is_skipping(i)}
 
     def spread(self, parts: Iterable[Part]) -> tuple[float, float]:
         """The least and the most that a unit weighs."""
@@ -324,6 +330,8 @@ def _as_one(calls: Sequence[Part]) -> Part:
 
 
 def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:
-    """True unless an update has both lines equally often, as it has those of tasks."""
+    """True unless updates have both lines equally often, as they have those of tasks: all updates, or several times."""
     numbers, other_numbers = (Counter((part.index, part.rank) for part in parts) for parts in (some, others))
-    return numbers != other_numbers
+    shared = numbers.keys() & other_numbers.keys()
+    is_sure = numbers.keys() == other_numbers.keys() or any(numbers[key] > 1 for key in shared)
+    return not is_sure or any(numbers[key] != other_numbers[key] for key in shared)

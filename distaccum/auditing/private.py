@@ -124,6 +124,8 @@ def _reduced(node: Any, name: str) -> list[tuple[str, Any]]:
         return []
     kept: Any = math.nan
     product, _ = node.next_functions[0]
+    if product.name() == "PowBackward0":  # of a masked difference
+        product, _ = product.next_functions[0]
     mask = None
     if name == "Sum" and product.name() == "MulBackward0" and product.next_functions[1][0] is None:
         mask = product._saved_other.detach()

@@ -61,12 +61,13 @@ def _fact(criterion: Criterion) -> str:
 
 
 def _is_known(criterion: Criterion) -> bool:
-    """True for torch's criterions, and for the script's own sums, and means over equally many elements each time."""
+    """True for torch's criterions, the script's own sums, and its means whose elements surely weigh alike or not."""
     if not criterion.is_own:
         return True
     is_seen = criterion.run.factor is not None and all(part.total is not None for part in criterion.parts)
     is_weighed = not criterion.readings[0].uneven and are_equal(criterion.totals.values())  # by its elements
-    return is_seen and (criterion.is_sum or is_weighed or len({part.term["count"] for part in criterion.parts}) == 1)
+    is_alike = criterion.is_sum or is_weighed or len({part.term["count"] for part in criterion.parts}) == 1
+    return is_seen and (is_alike or all(reading.uneven for reading in criterion.readings))
 
 
 # Within an update
@@ -136,9 +137,12 @@ def _judge_lengths(criterion: Criterion) -> Iterator[Finding]:
         yield Finding(UNJUDGED, "", f"updates, whose weights are not known in {criterion.where}")
     # What is no mean may add up as it shall: a sum over a constant, a loss of one's own
     is_free = not criterion.level or criterion.is_constant or criterion.is_own
-    if not reading.odd or (is_free and not _is_mean(criterion)) or _is_mean_of_lines(criterion):
+    if not reading.odd or (is_free and not _is_mean(criterion)) or _add_up(criterion, criterion.updates):
         return
-    if all(is_equal(by, criterion.lengths[i] / criterion.common) for i, by in reading.odd.items()):
+    nums = {index: len(ranks[0]["backwards"]) for index, ranks in criterion.run.updates.items()}
+    usual = criterion.common, nums[criterion.usual[0]]
+    of_odd = [(by, criterion.lengths[i] / usual[0], nums[i] / usual[1]) for i, by in reading.odd.items()]
+    if not criterion.may_be_tasks and all(map(are_equal, of_odd)):
         yield _window(criterion, reading.odd)
     elif criterion.is_sum and not criterion.is_own and all(abs(by - 1) <= SLIGHT for by in criterion.totals.values()):
         low, high = ends(criterion.totals.values())
@@ -178,7 +182,7 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
         return Finding(UNJUDGED, criterion.where, text)
     text = f"the gradient is {level:.4g} times that of the mean"
     has_own = any(part.is_own for part in run.parts)
-    is_alone = not has_own and are_equal(other.level for other in others)
+    is_alone = not (has_own or criterion.may_be_tasks) and are_equal(other.level for other in others)
     if is_alone and (reading := _reading(criterion)) is not None:
         what, hand = reading
         return Finding("divisor", criterion.where, f"{what}: {text}" + _line(criterion.parts[0]), hand)
@@ -196,13 +200,14 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
 
 
 def _is_beside(criterion: Criterion, others: Sequence[Criterion]) -> bool:
-    """True for a term that weighs a constant times another of the same backwards, which adds up to a mean."""
+    """True for a term that weighs a constant times another of the same backwards, if that or both add up to a mean."""
     weights = {(part.index, part.rank, part.backward): part.total for part in criterion.parts}
     for other in others:
         theirs = {(part.index, part.rank, part.backward): part.total for part in other.parts}
         is_pair = other is not criterion and theirs.keys() == weights.keys() and all(theirs.values())
         is_pair &= not _divides(other) or _divides(criterion)
-        if is_pair and _is_mean(other) and are_equal((weights[key] or 0.0) / (theirs[key] or 1.0) for key in weights):
+        is_pair = is_pair and (_is_mean(other) or is_equal(criterion.level + other.level, 1.0))
+        if is_pair and are_equal((weights[key] or 0.0) / (theirs[key] or 1.0) for key in weights):
             return True
     return False
 
@@ -222,15 +227,15 @@ def _is_mean(criterion: Criterion) -> bool:
     doubted = [rule for rule in RULES if (is_either and rule[0] == "rows") or (are_added and not rule[1])]
     if any(reading.is_mean and reading.rule not in doubted for reading in criterion.readings):
         return True
-    # All criterions, or all losses of the script's own, may add up to one
-    alike = [part for part in run.parts if part.is_own == criterion.is_own]
-    return _are_one_mean(criterion.usual, alike, run) or _is_mean_of_lines(criterion)
+    return _add_up(criterion, criterion.usual)
 
 
-def _is_mean_of_lines(criterion: Criterion) -> bool:
-    """True if all calls of its lines add up to one mean in each update, as in a loop over steps in time."""
+def _add_up(criterion: Criterion, indices: Iterable[int]) -> bool:
+    """True if updates add up to one mean with all calls of its lines, as of steps in time, or with all losses alike."""
     sites = {part.site for part in criterion.parts}
-    return _are_one_mean(criterion.updates, [part for part in criterion.run.parts if part.site in sites], criterion.run)
+    of_lines = [part for part in criterion.run.parts if part.site in sites]
+    alike = [part for part in criterion.run.parts if part.is_own == criterion.is_own]
+    return any(_are_one_mean(indices, parts, criterion.run) for parts in (of_lines, alike))
 
 
 def _are_one_mean(indices: Iterable[int], parts: Iterable[Part], run: Run) -> bool:
