@@ -10,7 +10,6 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ..norms import names_of
 from .private import gathered_parameters, hook_first
 from .receipt import NUM, is_seen, num_copies, project
 
@@ -90,7 +89,8 @@ class Ledger:
         """Looks up the parameters' names, and wrappers, while their modules are alive."""
         modules = (module for root in self.roots() for module in root.modules())
         self.wrapped |= self.has_shards() or any(type(module).__name__.endswith("DataParallel") for module in modules)
-        by_id = names_of(self.roots())
+        named = [(name, id(one)) for root in self.roots() for name, one in root.named_parameters()]
+        by_id = {place: name for name, place in sorted(named, key=lambda pair: len(pair[0]))}  # of the outermost root
         for row, ref in zip(self.rows, self._refs, strict=True):
             if (name := by_id.get(id(ref()))) is not None:
                 row["name"] = name.removeprefix("module.")
