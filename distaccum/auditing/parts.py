@@ -130,7 +130,8 @@ class Run:
         for index, ranks in self.updates.items():
             places = ranks[0].get("places")
             if places and all(update.get("places") == places for update in ranks):
-                self.reckoned[index] = Reckoning(seen, ranks, before)
+                is_next = not index or index - 1 in self.reckoned
+                self.reckoned[index] = Reckoning(seen, ranks, before, is_next=is_next)
                 before = self.reckoned[index].closed
         self.compared = [reckoning for reckoning in self.reckoned.values() if reckoning.is_compared]
         self.factors = {index: of.factor for index, of in self.reckoned.items() if of.factor is not None}

@@ -49,7 +49,8 @@ class Reckoning:
         is_own (bool): The script does more with gradients than adding them up.
     """
 
-    def __init__(self, seen: Seen, updates: Seen, before: Tensor | None) -> None:
+    def __init__(self, seen: Seen, updates: Seen, before: Tensor | None, *, is_next: bool) -> None:
+        """`before`: the gradients of the last update with receipts; `is_next`: this is the next one, or the first."""
         first = updates[0]
         backwards = [update["backwards"] for update in updates]
         self.findings = list[Finding]()
@@ -74,6 +75,7 @@ class Reckoning:
         sharded = copies > 0
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         self.before = before if before is not None and before.shape == self.closed.shape else None
+        self.is_next = is_next
         absent = {*chain(*(update["absent"] for update in updates))}
         values = torch.stack([update["values"] for update in updates])
         self.equal = (values == values[0]).all(0).all(-1)
@@ -114,7 +116,7 @@ class Reckoning:
         faults = [*self._explain(judged if is_unknown else wrong)]
         self.findings += faults
         if not faults and wrong.any():
-            self.is_own = True
+            self.is_own = self.is_next  # or it may be what the update before left
             text = f"what the script does with the gradient of {self.named(wrong)} before it steps"
             self.findings.append(Finding(UNJUDGED, "", text))
         self.factor = None if is_unknown or not is_clear.any() else factor
@@ -133,7 +135,8 @@ class Reckoning:
     def _explain(self, wrong: Tensor) -> Iterator[Finding]:
         """Fits the weights with which each rank's backwards, and the previous update, are in the wrong gradients."""
         parts = torch.cat(self.received)[:, wrong].flatten(1)
-        basis = parts if self.before is None else torch.cat([parts, self.before[:1, wrong].flatten(1)])
+        left = [self.before[:1, wrong].flatten(1)] if self.before is not None and self.is_next else []
+        basis = torch.cat([parts, *left])
         targets = self.closed[:, wrong].flatten(1)
         if int(self.equations[wrong].sum()) <= len(basis):  # too few equations, or nothing wrong
             return
