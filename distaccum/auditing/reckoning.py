@@ -107,9 +107,11 @@ class Reckoning:
     def _compare(self, judged: Tensor) -> None:
         """Compares gradients that are reduced with the sum of what autograd gave."""
         is_clear = judged & (self.whole.norm(dim=-1) > BOUND * self.size)  # micro-batches do not cancel
-        fits = is_clear & (self.equations > 1) & (_rest(self.closed, self.whole) < BOUND)  # a number is any other's
-        chosen = next(places for places in (fits, is_clear, judged) if places.any())
-        factor = float(_ratio(self.closed[0], self.whole)[chosen].median())
+        alike = judged & (self.equations > 1) & (_rest(self.closed, self.whole) < BOUND)  # a number is any other's
+        fits = alike & is_clear
+        chosen = next((places for places in (fits, is_clear, alike) if places.any()), None)
+        # Where all cancels, what is left of it is rounding, and no ratio of it tells a factor.
+        factor = 1.0 if chosen is None else float(_ratio(self.closed[0], self.whole)[chosen].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= BOUND)
         is_unknown = not fits.any() and int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
