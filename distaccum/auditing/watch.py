@@ -185,8 +185,7 @@ class Watch:
             return original(*args, **options)
 
     def _trained(self, optimizer: Any) -> Trained | None:
-        every = self.trained if optimizer is not None else []
-        return next((trained for trained in every if trained.optimizer() is optimizer), None)
+        return next((one for one in self.trained if optimizer is not None and one.optimizer() is optimizer), None)
 
     def _waiting(self) -> list[Trained]:
         return [trained for trained in self.trained if trained.is_waiting]

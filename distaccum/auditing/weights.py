@@ -34,7 +34,7 @@ def weigh(run: Run) -> Iterator[Finding]:
             yield Finding(UNJUDGED, "", text)
     for criterion in known:
         if criterion.common > 1 and all(part.term.get("pairs") for part in criterion.parts):
-            text = "a loss over the pairs of a micro-batch, of which no window equals one big batch; contrast() does"
+            text = "row i has the target i: of a loss over pairs no window equals one big batch; contrast() does"
             yield Finding(NOTE, criterion.where, text)
         yield from _judge_units(criterion)
         fault = _undivided(criterion) or _misread(criterion, known)
@@ -157,13 +157,13 @@ def _window(criterion: Criterion, odd: Mapping[int, float]) -> Finding:
     common = criterion.common
     index = max(odd, key=lambda i: abs(math.log(odd[i])))
     length = criterion.lengths[index]
-    text = (
-        f"update {index} has {plural(length, 'micro-batch')}, and weighs {odd[index]:.3g} of the others, which have "
-        f"{common}; so {len(odd)} of {len(criterion.lengths)} updates"
-    )
-    hand = f"step where (step + 1) % {common} == 0 and at an epoch's end; divide by the micro-batches that there are"
+    is_usual = 2 * len(criterion.usual) > len(criterion.lengths)  # otherwise it is a ramp
+    others = f"the others, which have {common}" if is_usual else f"those of {common}"
+    text = f"update {index} has {plural(length, 'micro-batch')}, and weighs {odd[index]:.3g} of {others}"
+    text += f"; so {len(odd)} of {len(criterion.lengths)} updates"
+    step = f"step where (step + 1) % {common} == 0 and at an epoch's end; " * is_usual
     last = criterion.updates[index][-1]
-    return Finding("window", last.site[0], text + _line(last), hand)
+    return Finding("window", last.site[0], text + _line(last), f"{step}divide by the micro-batches that there are")
 
 
 # What all updates add up to
