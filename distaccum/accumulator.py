@@ -132,10 +132,9 @@ class Accumulator(Answering):
     def __repr__(self) -> str:
         job = self._planner.job
         names = "steps", "batch_size", "micro_batch_size", "sync"
-        given = {name: getattr(self._config, name) for name in names}
-        options = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        given = ", ".join(f"{one}={value!r}" for one in names if (value := getattr(self._config, one)) is not None)
         ranks = plural(job.engine.peers.num_ranks, "rank")
-        return f"Accumulator({job.engine.name}, {ranks}, update {job.index}; {options})"
+        return f"Accumulator({job.engine.name}, {ranks}, update {job.index}; {given})"
 
     @property
     def index(self) -> int:

@@ -199,6 +199,11 @@ class Peers:
             )
 
 
+def whole_job() -> Peers:
+    """All ranks of the job; without a process group, this process alone."""
+    return Peers(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+
+
 @contextmanager
 def in_contact() -> Iterator[None]:
     """Raises LostRanksError in place of a collective's error about a lost rank."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .accumulator import Accumulator
 from .batch import tensors_in
 from .guesses import answering
 from .law import all_or_none
+from .ranks import whole_job
 from .text import in_short
 
 SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine")
@@ -42,9 +42,10 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     except Exception as raised:
         error = raised
     own = {name: state for name, state in states.items() if isinstance(parts[name], Accumulator)}
-    everyone = _gathered((error and in_short(error), own))
+    peers = whole_job()
+    everyone = peers.gather_objects((error and in_short(error), own))
     all_or_none([failed for failed, _ in everyone], error, "save() failed on rank {ranks}: {why}; nothing was written")
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if peers.rank == 0:
         for name in own:
             states[name] = {key: value for _, of_rank in everyone for key, value in of_rank[name].items()}
         new = Path(f"{os.fspath(path)}.new")
@@ -54,7 +55,8 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
         except Exception as raised:
             error = raised
     # The others wait here until the file is there.
-    all_or_none(_gathered(error and in_short(error)), error, "save() could not write on rank {ranks}: {why}")
+    failed = peers.gather_objects(error and in_short(error))
+    all_or_none(failed, error, "save() could not write on rank {ranks}: {why}")
 
 
 @answering
@@ -81,11 +83,3 @@ def _state_of(name: str, part: Any) -> Any:
 def _whole(part: Any) -> Any:
     """The module under DDP, whose state has the same names on any number of ranks."""
     return part.module if isinstance(part, DistributedDataParallel) else part
-
-
-def _gathered(own: Any) -> list[Any]:
-    everyone = [own]
-    if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    return everyone

@@ -82,11 +82,10 @@ class Update:
 
     def scalars(self) -> dict[str, float]:
         """All that are known as flat numbers, as loggers take them: `loss`, `loss/name`, `count/name`, `stepped` ..."""
-        names = "index", "loss", "grad_norm", "micro_batches", "stepped", "seconds", "noise_scale"
-        numbers = {name: getattr(self, name) for name in names}
+        numbers = self.as_dict()
         for kind, values in (("loss", self.losses), ("count", self.counts)):
             numbers |= {f"{kind}/{name}": value for name, value in values.items()}
-        return {name: float(value) for name, value in numbers.items() if value is not None}
+        return {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
 
     def __getstate__(self) -> dict[str, Any]:
         """Reads the numbers first, so that a copy needs no device."""

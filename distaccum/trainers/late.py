@@ -19,7 +19,6 @@ from numbers import Real
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batch import Count
@@ -27,7 +26,7 @@ from ..engines.private.ddp import before_sink
 from ..law import DistaccumError, Reduction, as_int_if_whole, share_of
 from ..norms import HALF, multiply, nodes_of, unique, widest
 from ..options import by_name
-from ..ranks import Peers
+from ..ranks import whole_job
 from ..update import Update
 
 
@@ -40,7 +39,7 @@ class LateWindow:
         if len(reductions) > 1:
             raise ValueError(f"losses {list(reductions)}, expected one; several need a loop with an Accumulator")
         ((self._name, self._reduction),) = reductions.items()
-        self.peers = Peers(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        self.peers = whole_job()
         self._unit = 0.0
         self.clear()
 
