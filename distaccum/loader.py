@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from types import FunctionType
 from typing import Any, Generic, final
 
 import torch
@@ -25,6 +24,8 @@ NUM_ELEMENTS = 64
 # A loader's state; the number of items yielded since; and whether it was taken before the first item of a pass.
 Position = tuple[Any, int, bool]
 NOTHING = object()
+# References to what one variable holds, as sys.getrefcount counts: its own is one.
+ALONE = 2
 
 
 @final
@@ -104,7 +105,7 @@ class Loader:
         self._may_be_empty = kept is not None or job.random.due is not None
         self._reader: Reader = planner.place.open(loader, kept)
         self._reader.num_loops += 1
-        others = [one for one in planner.readers if one is not kept and one.is_kept_beside(self._reader)]
+        others = [one for one in planner.readers if one is not kept and one.is_kept]
         planner.readers = [*others, self._reader]
 
     def next_window(self) -> Window:
@@ -127,7 +128,7 @@ class Loader:
         self._num_ahead = self._expected(job.index + 1) if self._reads_ahead and not is_last else 0
         if not self._num_ahead:
             # From here on the loop may write to the items.
-            self._reader.fill(0, is_first_used=True)
+            self._reader.fill(0)
         self._may_be_empty |= not is_over
         if is_over:
             job.start = before
@@ -136,7 +137,7 @@ class Loader:
     def pace(self, micro_step: int, num_micro_steps: int) -> None:
         """Draws part of the next window, as `micro_step` of the current one begins."""
         if self._num_ahead:
-            self._reader.fill(-(-self._num_ahead * (micro_step + 1) // num_micro_steps), is_first_used=True)
+            self._reader.fill(-(-self._num_ahead * (micro_step + 1) // num_micro_steps))
 
     def is_in_last(self) -> bool:
         """True if the micro-batch at work is the last that was drawn."""
@@ -232,7 +233,10 @@ class Reader:
         # A state from before the first item may be that of an earlier pass's end, from which nothing comes first.
         self._may_be_over = position is not None and position[2]
         self._is_fresh = True
-        # The first item, how it looked, and its tensors then, until the loop gets it.
+        # Those that the loop gets next, while others are drawn; and how many waited at most, at any time.
+        self._used: list[Any] = []
+        self._most = 0
+        # The first that waits while there are more than ever, how it looked, and its tensors then.
         self._first: tuple[Any, list[Any], list[Tensor]] | None = None
         # The loader's, raised after these items.
         self._error: Exception | None = None
@@ -240,13 +244,18 @@ class Reader:
         self.of: Callable[[], Any] = reference(loader) if isinstance(loader, Iterator) else type(None)
         self.num_loops = 0
 
-    def fill(self, num: int, *, is_first_used: bool = False) -> bool:
+    def fill(self, num: int) -> bool:
         """Draws until there are `num` items, or the loader ends or fails; returns whether there are `num`.
 
-        Raises if the first item was written to. With `is_first_used` the loop gets it next, and may write to it.
+        Raises if the first item was written to, as by a loader that rotates buffers and came back to its first.
         """
         drawn = self.drawn
         while len(drawn) < num and not self._has_ended and self._error is None:
+            if len(self._used) + len(drawn) >= self._most:
+                self._most += 1
+                if self._first is None and (waiting := [*self._used[:1], *drawn[:1]]):
+                    alive: list[Tensor] = []
+                    self._first = (waiting[0], _look_at(waiting[0], alive), alive)
             try:
                 if self._iterator is None:
                     self._open()
@@ -261,12 +270,15 @@ class Reader:
                 self._has_ended = True
             else:
                 drawn.append(item)
-                if self._is_fresh:
-                    alive: list[Tensor] = []
-                    self._first = (item, _look_at(item, alive), alive)
                 self._is_fresh = False
-        self._refuse_reuse()
-        if is_first_used:
+        if self._first is not None and _look_at(self._first[0], []) != self._first[1]:
+            raise DistaccumError(
+                "the loader, or count, wrote to a micro-batch that was yielded before (to its buffer, dict or list), "
+                "but a window draws all its micro-batches before it runs; expected separate memory for each: yield "
+                "copies, by tensor.clone(), array.copy() or dict(batch)"
+            )
+        if self._used:
+            self._used = []
             self._first = None
         return len(drawn) >= num
 
@@ -305,11 +317,12 @@ class Reader:
 
     def use(self, num: int) -> None:
         """Drops the first `num` items, which are used now, or cannot be counted."""
-        used = len(self.drawn[:num])
+        self._used = self.drawn[:num]
         del self.drawn[:num]
-        if self._position is not None and used:
+        if self._position is not None and self._used:
             state, since, is_fresh = self._position
-            self._position = (state, since + used, is_fresh) if self.drawn or self._has_ended else None
+            since += len(self._used)
+            self._position = (state, since, is_fresh) if self.drawn or self._has_ended else None
 
     def end(self) -> None:
         """Notes that the pass over the loader has come to its end, so that the next one begins there."""
@@ -322,18 +335,6 @@ class Reader:
             raise self._error
         return self.drawn[:num], self._has_ended and len(self.drawn) <= num
 
-    def _refuse_reuse(self) -> None:
-        """Raises if the first item was written to, as by a loader that rotates buffers and came back to its first."""
-        if self._first is None:
-            return
-        item, look, _ = self._first
-        if _look_at(item, []) != look:
-            raise DistaccumError(
-                "the loader, or count, wrote to a micro-batch that was yielded before (to its buffer, dict or list), "
-                "but a window draws all its micro-batches before it runs; expected separate memory for each: yield "
-                "copies, by tensor.clone(), array.copy() or dict(batch)"
-            )
-
     def drop_error(self, num: int) -> bool:
         """Drops the loader's error, if that is why there are not `num` items; returns whether it is."""
         is_why = self._error is not None and len(self.drawn) < num
@@ -345,10 +346,10 @@ class Reader:
         """True if items, or an error, were drawn and are not used yet."""
         return bool(self.drawn or self._error)
 
-    def is_kept_beside(self, other: Reader) -> bool:
-        """True if a loop reads it, or items are left of an iterator that lives; of strong references, of the last."""
-        are_strong = isinstance(self.of, FunctionType) and isinstance(other.of, FunctionType)
-        return self.of() is not None and (self.num_loops > 0 or (self.has_items and not are_strong))
+    @property
+    def is_kept(self) -> bool:
+        """True if a loop reads it, or items are left of an iterator that lives."""
+        return self.of() is not None and (self.num_loops > 0 or self.has_items)
 
     def leave(self) -> None:
         """Releases the loader when the last loop is left; keeps items of an iterator."""
@@ -368,11 +369,11 @@ class Reader:
 
 
 def reference(loader: Any) -> Callable[[], Any]:
-    """A reference to a loader: a weak one, unless its type forbids it, as that of a list's iterator."""
+    """A weak reference to a loader, or, where its type forbids it, as `map` does, one that ends if no other is left."""
     try:
         return weakref.ref(loader)
     except TypeError:
-        return lambda: loader
+        return lambda: loader if sys.getrefcount(loader) > ALONE else None
 
 
 def all_of(micro_batches: Any) -> list[Any]:

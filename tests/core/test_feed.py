@@ -89,7 +89,7 @@ def test_micro_batches_and_losses_are_freed_as_they_are_finished():
 @pytest.mark.parametrize("is_weak", [True, False])
 def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak, is_held):
     model, accumulator = one_weight(steps=2)
-    iterator = noting(11, []) if is_weak else iter([*noting(11, [])])
+    iterator, other = (noting(n, []) if is_weak else iter([*noting(n, [])]) for n in (11, 4))
     loops: Any = (accumulator.windows(iterator) for _ in range(3))
     loops = iter([*loops]) if is_held else loops  # as a progress bar holds the one that was left
     seen = []
@@ -97,7 +97,7 @@ def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak, i
         seen += numbers_of(window, model)
         if len(seen) == 4:
             break
-    numbers_of(next(accumulator.windows(noting(4, []))), model)  # of another loader, which is left too
+    numbers_of(next(accumulator.windows(other)), model)  # which is left too
     for window in next(loops):
         for _ in window:
             break  # the window is discarded, and what was drawn ahead of it is not
@@ -109,8 +109,7 @@ def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak, i
 
 def test_windows_have_the_length_of_their_loader():
     model, accumulator = one_weight(steps=lambda index: 1 + index)
-    batches = [torch.ones(1, 1)] * 8
-    windows = accumulator.windows(batches)
+    windows = accumulator.windows([torch.ones(1, 1)] * 8)
     bar = tqdm(windows, disable=True)
     assert len(windows) == bar.total == 4
     assert sum(1 for window in bar if numbers_of(window, model)) == 4
