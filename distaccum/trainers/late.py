@@ -35,10 +35,11 @@ class LateWindow:
     """Weighs the losses of one window after the other, and makes the gradients of each those of one big batch."""
 
     def __init__(self, reduction: Reduction, count: Count) -> None:
-        reductions, _ = by_name(reduction, count)
+        reductions, counts = by_name(reduction, count)
         if len(reductions) > 1:
             raise ValueError(f"losses {list(reductions)}, expected one; several need a loop with an Accumulator")
         ((self._name, self._reduction),) = reductions.items()
+        (self.count,) = counts.values()
         self.peers = whole_job()
         self._unit = 0.0
         self.clear()

@@ -63,6 +63,8 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Moves to the front, so that other callbacks see gradients that are divided."""
+        if sum(isinstance(one, ExactAccumulation) for one in trainer.callbacks) > 1:
+            raise ValueError("the Trainer has several ExactAccumulation, each of which weighs all losses; give it one")
         trainer.callbacks.remove(self)
         trainer.callbacks.insert(0, self)
 
@@ -142,7 +144,7 @@ class ExactAccumulation(_callback()):  # type: ignore[misc]  # has no types
             if isinstance(batch, MutableMapping):
                 seen.update(batch)
             loss = output.get("loss") if isinstance(output, Mapping) else output
-            self._noted = (self._count(seen), loss.detach()) if isinstance(loss, Tensor) else None
+            self._noted = (self._late.count(seen), loss.detach()) if isinstance(loss, Tensor) else None
             return output
 
         with replaced(module, training_step=noted):

@@ -58,9 +58,8 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def __init__(self, *args: Any, count: Count | None = None, reduction: Reduction = "mean", **kwargs: Any) -> None:
         for name in ELSEWHERE.keys() & kwargs.keys():
-            value = kwargs[name]
-            cure = f"TrainingArguments({ELSEWHERE[name]}={value!r})"
-            raise TypeError(f"AccumulatingTrainer got {name}={value!r}, expected {cure}")
+            cure = f"TrainingArguments({ELSEWHERE[name]}={kwargs[name]!r})"
+            raise TypeError(f"AccumulatingTrainer got {name}={kwargs[name]!r}, expected {cure}")
         super().__init__(*args, **kwargs)
         self.update: Update | None = None
         self._accumulation = _Accumulation(self, count, reduction)
@@ -107,8 +106,8 @@ class _Accumulation(TrainerCallback):  # type: ignore[misc]  # has no types
         if count is None and reduction != "mean":
             raise ValueError(f"{reduction=} without count=, expected what its mean is over, as count=count_samples")
         self._trainer = trainer
-        self._given_count = count
         self._late = LateWindow(reduction, count or len)  # which only gives it a name
+        self._given_count = count and self._late.count
         self.norm: Any = None
         # In a training step, counts by the place in the graph of what they count: of a loss that compute_loss returned,
         # and of the items that it divided by; without count=, of each loss that transformers' own cross entropy

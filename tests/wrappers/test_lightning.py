@@ -224,7 +224,7 @@ def test_callback_with_a_scaler_leaves_out_what_counts_nothing_and_records_overf
     for i in (0, 4, 5):  # one of a window, and all of a window
         batches[i]["labels"].fill_(IGNORED)
     module, looks = Automatic(torch.float32, token_loss), Looks()
-    exact = ExactAccumulation(count_tokens("labels"))
+    exact = ExactAccumulation({"tokens": count_tokens("labels")})
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
     loader = DataLoader(batches, batch_size=None, collate_fn=dict)
     fit(module, loader, plugins=plugins, accumulate_grad_batches=2, callbacks=[looks, exact])
@@ -276,8 +276,8 @@ def test_callback_refuses_manual_optimisation_and_strategies_that_accumulate():
         fit(Manual(), batches_of(0), callbacks=[exact])
     with pytest.raises(ValueError, match=r"ExactAccumulation with .*Hides.*give the module an Accumulator"):
         fit(Automatic(), batches_of(0), callbacks=[exact], strategy=Hides("cpu"))
-    with pytest.raises(TypeError, match="count"):
-        ExactAccumulation()
+    with pytest.raises(ValueError, match="several ExactAccumulation"):
+        fit(Automatic(), batches_of(0), callbacks=[exact, ExactAccumulation(count_samples)])
 
 
 @on_ranks(2)
