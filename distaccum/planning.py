@@ -78,8 +78,8 @@ class Planner:
                 for number, (batch, own) in enumerate(zip(drawn, counts, strict=True))
                 if engine.peers.has_parts or any(own)
             ]
-            if engine.lockstep and batches.micros:
-                full = [micro for micro in batches.micros if engine.peers.has_parts or all(micro.counts)]
+            full = [micro for micro in batches.micros if engine.peers.has_parts or all(micro.counts)]
+            if engine.lockstep and (full or (batches.micros and job.substitute is None)):
                 batches.substitute = (full or batches.micros)[-1].to_replay(len(job.config.counts))
         except Exception as error:
             batches.error = error
@@ -167,7 +167,7 @@ def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
     peers = job.engine.peers
     micros = batches.micros
     names = tuple(mode.counts or job.config.counts)
-    lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros]
+    lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros or filter(None, [job.substitute])]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
     return Plan(
         update=job.index,

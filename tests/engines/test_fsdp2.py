@@ -292,14 +292,7 @@ def test_steps_by_hand_are_those_of_fsdp2_after_windows_that_end_or_are_left(syn
         model.zero_grad()
 
 
-WAYS = [
-    "evaluation before step()",
-    "kept after backward",
-    "kept after forward",
-    "unshard()",
-    "step() fails",
-    "skipped",
-]
+WAYS = ["evaluation before step()", "kept after backward", "kept after forward", "unshard()", "step() fails", "skipped"]
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -187,7 +187,7 @@ def named_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "sync", "by"), LEFT_OUT)
 @on_ranks(2)
 def test_loss_in_which_nothing_counts_is_left_out_or_refused(name, sync, by):
-    """In one micro-batch of a rank, or of all: the last, whose backward reduces, and the first."""
+    """In all micro-batches of a rank, then it has none; in one of a rank, or of all: the last, and the first."""
     kind = KINDS.get(name, KINDS["DDP"])
     model, optimizer, read = wrapped(name, make_net_without_router().to(kind.dtype))
     accumulator = Accumulator(model, optimizer, sync=sync, count={term: count for term, (_, count) in NAMED.items()})
@@ -197,9 +197,11 @@ def test_loss_in_which_nothing_counts_is_left_out_or_refused(name, sync, by):
             window.backward(**{term: NAMED[term][0](model, batch)})
 
     batch_of = partial(make_batch, 2, dtype=kind.dtype)
-    for place, empty in ((2, [1]), (1, [0]), (2, [0, 1]), (0, [0, 1])):
-        kept = [[0.0 if r in empty and i == place else 0.6 for i in range(3)] for r in range(2)]
-        drawn = [[batch_of(seed=10 * r + i, kept=kept[r][i]) for i in range(3)] for r in range(2)]
+    cases = [(None, [1]), (3, []), (2, [1]), (1, [0]), (2, [0, 1]), (0, [0, 1])]
+    for place, empty in cases[2 if by == "refused" else 0 :]:
+        kept = [[0.0 if r in empty and place in (i, None) else 0.6 for i in range(3)] for r in range(2)]
+        nums = 3, 0 if place == 3 else 3
+        drawn = [[batch_of(seed=10 * r + i, kept=kept[r][i]) for i in range(nums[r])] for r in range(2)]
         mine = drawn[dist.get_rank()]
         if by == "refused":
             said = refused(accumulator.window, mine)
