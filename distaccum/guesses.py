@@ -47,7 +47,7 @@ def answering(call: Call) -> Call:
         except TypeError as error:
             unknown = next((key for key in given if key not in own), "*")
             is_own = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-            if is_own or (unknown == "*" and "positional argument" not in str(error)):
+            if is_own or (unknown == "*" and "given" not in str(error)):
                 raise
             refuse_arguments(name, own, {unknown: given[unknown]} if unknown in given else {})
 

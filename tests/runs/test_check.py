@@ -101,6 +101,10 @@ def check(model: nn.Module, loss: Callable[..., Any], batch: Batch | None = None
     return accumulator.check(make_batch() if batch is None else batch, partial(loss, model))
 
 
+def by_weight(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["x"]).square().mean(1) @ batch["y"].exp() / batch["y"].exp().sum()
+
+
 def summed(model: nn.Module, batch: Batch) -> Tensor:
     return of_samples(model, batch, "sum")
 
@@ -167,6 +171,7 @@ WRONG = [
     (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
     (net(), summed, {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
     (net(), of_samples, {"reduction": "sum"}, ["reduction: the criterion averages over samples .* say 'mean'"]),
+    (net(), by_weight, {"reduction": "sum", "count": lambda b: b["y"].exp().sum()}, ["reduction: .* what count gave"]),
     (token_net(), of_tokens, {}, [r"count: .*the labels in 'labels' .*=count_tokens\('labels'\)"]),
     (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
     (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),

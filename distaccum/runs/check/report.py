@@ -267,14 +267,14 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
             f"reduction: the criterion{of_name} sums over its batch and reduction='mean' says that it averages; say "
             "'sum' or 'sum_to_mean', or let it average"
         )
-    for what, cure, numbers in _denominators(parts, sizes):
+    for what, cure, numbers in (*_denominators(parts, sizes), ("what count gave", "", counts)):
         if (numbers != counts or not is_mean) and fits(numbers):
             averages = f"the criterion{of_name} averages over {what}"
             if is_mean:
                 return f"count: {averages}, and count gave {gave}; {cure}"
             return f"reduction: {averages} and {reduction=} says that it sums; say 'mean', or let it sum"
     if not (comparison.is_finite and all(math.isfinite(part.loss) for part in measured)):
-        return "loss: a micro-batch's loss is not finite, and the whole batch's is"
+        return f"loss: not finite in a part (of {sizes} samples), and the whole batch's is; is its count above 0 there?"
     return (
         f"loss: the loss{of_name} is no sum or mean over samples, labels or what count gave ({gave}): samples depend "
         "on each other in it or in the model (a loss over pairs: accumulator.contrast), or it is a mean by weights of "
