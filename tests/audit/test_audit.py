@@ -309,24 +309,6 @@ def test_older_optimizers_with_windows_of_different_length_are_told_apart():
     report.assert_right()
 
 
-def test_clipping_for_another_optimizer_is_none_in_a_window():
-    """One half clips and steps each time, the other steps every second time."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    quick, slow = (torch.optim.SGD(one.parameters(), lr=0.1) for one in model)
-    with distaccum.audit(model) as report:
-        for i in range(8):
-            cross_entropy(model(torch.randn(2, 4)), torch.randint(3, (2,))).backward()
-            nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
-            quick.step()
-            quick.zero_grad()
-            if i % 2:
-                for parameter in model[1].parameters():
-                    parameter.grad /= 2
-                slow.step()
-                slow.zero_grad()
-    report.assert_right()
-
-
 def test_no_model_is_kept_whose_optimizer_is_gone():
     kept = []
     with distaccum.audit() as report:
@@ -471,25 +453,6 @@ def test_factor_that_a_script_gives_backward_itself_is_no_division():
     assert report.findings == [] and report.status == 3, report
 
 
-def test_target_without_a_batch_is_heard():
-    def backward(model, _, length):
-        (cross_entropy(model(torch.randn(8)), torch.tensor(1)) / length).backward()
-
-    loop(backward, [2] * 4).assert_right()
-
-
-@pytest.mark.parametrize("num", [1, 4])
-def test_loss_over_pairs_of_micro_batches_is_noted(num):
-    """Rows of a batch are each other's negatives, so that windows of one batch alone are right."""
-
-    def backward(model, *_):
-        images, texts = model(torch.randn(6, 8)), model(torch.randn(6, 8))
-        (cross_entropy(images @ texts.T, torch.arange(6)) / num).backward()
-
-    report = loop(backward, [num] * 4)
-    assert report.status == 0 and ["contrast() does" in note for note in report.notes] == [True] * (num > 1)
-
-
 @pytest.mark.parametrize("loss", [mean, own])
 def test_branches_for_the_last_micro_batch_are_one_criterion(loss):
     def branches(divisor):
@@ -566,33 +529,6 @@ def test_clipping_is_judged_by_what_it_changes():
     assert [fault.kind for fault in clipped(1.0, is_late=True).findings] == ["late"]
 
 
-@pytest.mark.parametrize("num", [0, 1, 3])
-def test_batches_that_validate_excuse_no_short_window(num):
-    x, y, model = torch.randn(44, 8), torch.randint(0, 3, (44,)), nn.Linear(8, 3)
-    adam = torch.optim.AdamW(model.parameters())
-    loaders = [DataLoader(TensorDataset(x[:n], y[:n]), batch_size=4) for n in (44, 4 * num or 4)]
-    with distaccum.audit(model) as report:
-        for _ in range(3):
-            for i, (inputs, targets) in enumerate(loaders[0]):
-                (cross_entropy(model(inputs), targets) / 4).backward()
-                for _ in loaders[1] if i == 9 and num else ():
-                    pass
-                if i % 4 == 3 or i == 10:
-                    adam.step()
-                    adam.zero_grad()
-    assert ["weighs 0.75 of the others, which have 4; so 3 of 9" in one.text for one in report.findings] == [True]
-
-
-def test_ignored_rows_without_a_reduction_are_no_tokens():
-    def backward(model, i, length):
-        y = torch.randint(0, 3, (24,)).where(torch.arange(24) < 5 + 4 * i, -100)
-        losses = cross_entropy(model(torch.randn(24, 8)), y, reduction="none")
-        (losses.sum() / (y != -100).sum() / length).backward()
-
-    (fault,) = loop(backward, [4, 4]).findings
-    assert fault.text.startswith("targets of different micro-batches weigh 0.0147 to 0.05 (3.4 to 1)")
-
-
 def test_scaler_that_is_older_than_the_audit_hides_no_short_window():
     model = nn.Linear(8, 3)
     adam, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -608,14 +544,6 @@ def test_scaler_that_is_older_than_the_audit_hides_no_short_window():
             adam.step()
             adam.zero_grad()
     assert [fault.kind for fault in report.findings] == ["window"] and "0.75" in report.findings[0].text
-
-
-def test_sum_over_a_constant_weighs_more_in_a_longer_window():
-    def backward(model, *_):
-        (cross_entropy(model(torch.randn(4, 8)), torch.randint(0, 3, (4,)), reduction="sum") / 4 / 4).backward()
-
-    (fault,) = loop(backward, [4, 4, 7, 4]).findings
-    assert "has 7 micro-batches, and weighs 1.75 of the others" in fault.text
 
 
 @pytest.mark.parametrize("at_end", [True, False])
