@@ -84,6 +84,11 @@ class Part:
         return self.site[1] == OWN
 
     @property
+    @property
+    def form(self) -> tuple[str, ...]:
+        """Its reduction, and how a loss of the script's own is made: several in one backward are in no order."""
+        return self.term["reduction"], *(how for how, _ in self.term["divisors"] or () if self.is_own and how != "add")
+
     def divisors(self) -> list[float]:
         return _divisors(self.term["divisors"] or ())  # None where no walk has reached it
 
@@ -163,9 +168,9 @@ class Run:
         """Puts lines together that take turns, as `if last:` and `else:` do; several in one micro-batch are tasks."""
         by_site: dict[Any, dict[Any, list[Part]]] = defaultdict(lambda: defaultdict(list))
         for part in self.parts:
-            by_site[part.site, part.term["reduction"]][part.index, part.rank, part.backward].append(part)
+            by_site[part.site, part.form][part.index, part.rank, part.backward].append(part)
         groups: dict[Any, list[list[Part]]] = defaultdict(list)
-        for ((_, name, _), reduction), backwards in by_site.items():
+        for ((_, name, _), (reduction, *_)), backwards in by_site.items():
             calls = [*backwards.values()]
             varies = len({*map(len, calls)}) > 1
             if varies and all(are_equal(part.total or 0.0 for part in some) for some in calls):
@@ -173,7 +178,7 @@ class Run:
             for call in range(max(map(len, calls))):
                 some = [parts[call] for parts in calls if call < len(parts)]
                 merged = groups[name, reduction, call]
-                group = next((group for group in merged if _take_turns(group, some)), [])
+                group = next((group for group in merged if _take_turns(group, some, self.num_ranks)), [])
                 if not group:
                     merged.append(group)
                 group += some
@@ -330,9 +335,22 @@ def _as_one(calls: Sequence[Part]) -> Part:
     return replace(calls[0], term={**calls[0].term, **about})
 
 
-def _take_turns(some: Sequence[Part], others: Sequence[Part]) -> bool:
-    """True unless updates have both lines equally often, as they have those of tasks: all updates, or several times."""
+def are_one_mean(indices: Iterable[int], parts: Iterable[Part], num_ranks: int, *, is_bare: bool = False) -> bool:
+    """True if these updates add up to one mean each; `is_bare`: without what the script intends."""
+    whole = dict.fromkeys(indices, 0.0)
+    for part in parts:
+        if part.index in whole:
+            whole[part.index] += part.weigh("count", not (is_bare or part.is_own))[0] / num_ranks
+    return are_equal([1.0, *whole.values()])
+
+
+def _take_turns(some: Sequence[Part], others: Sequence[Part], num_ranks: int) -> bool:
+    """True unless two lines are tasks: of one backward, a mean each, or in all updates as often as each other."""
+    backwards, others_backwards = ({(p.index, p.rank, p.backward) for p in parts} for parts in (some, others))
+    are_means = (are_one_mean({p.index for p in parts}, parts, num_ranks, is_bare=True) for parts in (some, others))
+    is_one_line = some[0].site == others[0].site
+    if backwards & others_backwards or (all(are_means) and not is_one_line):
+        return False
     numbers, other_numbers = (Counter((part.index, part.rank) for part in parts) for parts in (some, others))
     shared = numbers.keys() & other_numbers.keys()
-    is_sure = numbers.keys() == other_numbers.keys() or any(numbers[key] > 1 for key in shared)
-    return not is_sure or any(numbers[key] != other_numbers[key] for key in shared)
+    return is_one_line or not shared or any(numbers[key] != other_numbers[key] for key in shared)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..text import plural
 from .criterions import BY_CLASS
-from .parts import RULES, Criterion, Part, Run, are_equal, ends, is_equal, terms_of
+from .parts import RULES, Criterion, Part, Run, are_equal, are_one_mean, ends, is_equal, terms_of
 from .reckoning import FACT, NOTE, UNJUDGED, Finding
 
 SLIGHT = 0.05  # what an update may lack of one mean: a note
@@ -235,15 +235,7 @@ def _add_up(criterion: Criterion, indices: Iterable[int]) -> bool:
     sites = {part.site for part in criterion.parts}
     of_lines = [part for part in criterion.run.parts if part.site in sites]
     alike = [part for part in criterion.run.parts if part.is_own == criterion.is_own]
-    return any(_are_one_mean(indices, parts, criterion.run) for parts in (of_lines, alike))
-
-
-def _are_one_mean(indices: Iterable[int], parts: Iterable[Part], run: Run) -> bool:
-    whole = dict.fromkeys(indices, 0.0)
-    for part in parts:
-        if part.index in whole:
-            whole[part.index] += part.weigh("count", not part.is_own)[0] / run.num_ranks
-    return are_equal([1.0, *whole.values()])
+    return any(are_one_mean(indices, parts, criterion.run.num_ranks) for parts in (of_lines, alike))
 
 
 def _reading(criterion: Criterion) -> tuple[str, str] | None:
