@@ -66,7 +66,7 @@ class Heard:
             if isinstance(kept, Tensor) and kept.shape == sizes.shape:  # ignored targets give nothing
                 counts = counts & kept
                 sizes = sizes * kept
-            term |= {"reduction": "none", "count": counts.sum(), "seed": sizes.max()}
+            term |= {"reduction": "none", "count": counts.sum(), "all": counts.numel(), "seed": sizes.max()}
             term["low"] = sizes.where(counts, torch.inf).min()
         self.current.terms.append(term)
 

@@ -209,7 +209,8 @@ class Criterion:
         self.common = Counter(self.lengths.values()).most_common(1)[0][0]
         self.usual = [index for index, length in self.lengths.items() if length == self.common]
         # A row of a text has many targets, and a mask keeps as many elements of each as it likes.
-        rules = RULES[:2] if self.name in BY_CLASS or reduction == "kept" else RULES
+        is_masked = reduction == "kept" or any(part.term["count"] < part.term.get("all", 0) for part in self.parts)
+        rules = RULES[:2] if self.name in BY_CLASS or is_masked else RULES
         self.readings = [Reading(self, *rule) for rule in rules]
         self.reading = max(self.readings, key=lambda reading: (not reading.uneven, not reading.odd, reading.is_mean))
         self.totals = self.readings[0].totals
