@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import and_, or_, sub
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..text import plural
+from ..text import plural, shorten
 from .parts import Run
 from .reckoning import FACT, NOTE, SOFT, UNJUDGED, Finding, Seen
 from .schedules import judge_schedules
@@ -92,6 +94,20 @@ def _receipts(run: Run) -> Iterator[Finding]:
         yield Finding(UNJUDGED, "", text)
     if 3 * run.num_left_out > len(run.updates):
         yield Finding(UNJUDGED, "", f"{plural(run.num_left_out, 'update')}, which not all ranks make")
+
+
+def _unreached(run: Run) -> Iterator[Finding]:
+    """Says what some backwards of a line never reach, and what none reaches from an update on, but requires it."""
+    every = Counter(reckoning.unreached() for reckoning in run.reckoned.values())
+    for (line, text), times in every.items():
+        if text and 2 * times > every.total() > 1:
+            yield Finding(UNJUDGED, line, text)
+    absent = [{*update["absent"]} for update in run.of_ranks[0]]
+    since = [*accumulate(reversed(absent), and_)][::-1]
+    for i, lost in enumerate(map(sub, since[1:-1], accumulate(absent, or_)), start=1):
+        names = shorten([run.seen[0]["parameters"][place]["name"] for place in sorted(lost)])
+        text = f"{names}, of which there is no gradient from update {i} on, although it is required"
+        yield from [Finding(UNJUDGED, "", text)] * bool(lost)
 
 
 def _cleared(run: Run) -> Iterator[Finding]:
@@ -230,4 +246,4 @@ def _span(run: Run) -> Iterator[Finding]:
         yield Finding(FACT, "", f"{text}; what others do alone is not seen")
 
 
-RULES = (weigh, _receipts, _cleared, _events, _mixed, judge_schedules, _scaled, _traffic, _apart, _span)
+RULES = (weigh, _receipts, _unreached, _cleared, _events, _mixed, judge_schedules, _scaled, _traffic, _apart, _span)

@@ -95,6 +95,11 @@ class Ledger:
             if (name := by_id.get(id(ref()))) is not None:
                 row["name"] = name.removeprefix("module.")
 
+    def orphans(self) -> list[str]:
+        """Names of what has a gradient and no optimizer, in models that one trains in part."""
+        named = (pair for root in self.trained_roots() for pair in root.named_parameters())
+        return [name for name, p in named if p.grad is not None and self._places.get(id(p)) not in self.owners]
+
     def has_shards(self) -> bool:
         return any(row["copies"] for row in self.rows)
 

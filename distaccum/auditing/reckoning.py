@@ -47,6 +47,7 @@ class Reckoning:
         is_alone (bool): Each rank has a gradient of its own: nothing was reduced.
         equal (Tensor): Which parameters have equal values on all ranks; `same` are surely no shards.
         is_own (bool): The script does more with gradients than adding them up.
+        is_one_line (bool): All backwards are of one line, from the same criterions.
     """
 
     def __init__(self, seen: Seen, updates: Seen, before: Tensor | None, *, is_next: bool) -> None:
@@ -61,6 +62,8 @@ class Reckoning:
         self.line = first["line"]
         self.ranks = [rank["rank"] for rank in seen]
         self.where = backwards[0][-1]["line"] if backwards[0] else self.line
+        lines = {(each["line"], *(term["site"] for term in each["terms"])) for each in backwards[0]}
+        self.is_one_line = len(lines) == 1
         rows = [seen[0]["parameters"][place] for place in first["places"]]
         self.names = [row["name"] for row in rows]
         numels, copies, vectors = torch.tensor([(row["numel"], row["copies"], row["vector"]) for row in rows]).T
@@ -126,6 +129,14 @@ class Reckoning:
     def _stale(self, places: Tensor) -> Finding:
         text = f"{self.named(places)}: the gradient in update {self.index} still holds that of the update before"
         return Finding("stale", self.line, text, "clear gradients after each step")
+
+    def unreached(self) -> tuple[str, str]:
+        """A line, and what some of its backwards do not reach, with nothing in its place, as heads of tasks are."""
+        reached = self.received[0].any(-1)
+        some = reached.any(0) & ~reached.all(0)
+        num = int((~reached[:, some].any(1)).sum())
+        text = f"{self.named(some)}, which {num} of {len(reached)} backwards of an update do not reach"
+        return self.where, text * bool(self.is_one_line and some.any() and num)
 
     @property
     def is_compared(self) -> bool:

@@ -189,12 +189,13 @@ class Trained:
         self._mark = self._gradient()
         update: dict[str, Any] = {
             "optimizer": self.place,
+        held = {place: self._ledger.parameter(place) for place in self._places()}
             "index": self.num,
             "events": self.events,
             "scale": self.scale if self.is_unscaled else 1.0,
             "left_scaled": 1.0 if self.is_unscaled else self.scale,
             "touched": sorted(self._touched),
-            "absent": [place for place in self._places() if self._ledger.parameter(place).grad is None],
+            "absent": [place for place, p in held.items() if p.grad is None and p.requires_grad],
             "moved": is_kept and any(made.cleared for made in self.pending),
             "is_sure": all(made.is_sure for made in self.pending),
         }

@@ -59,6 +59,7 @@ class Watch:
         self.trained: list[Trained] = []  # also those whose optimizer is gone
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.norm = ""  # the name of a batch normalisation in training mode
+        self.orphans: list[str] = []  # names of what has a gradient, and no optimizer
         self.recurs = False  # a model goes through steps in time
         self._was_training: dict[tuple[str, int], bool] = {}  # of each model at the first backward of a line
         self.schedules: dict[int, dict[str, Any]] = {}  # by id
@@ -271,6 +272,8 @@ class Watch:
         trained.close()
         if trained.num < 2:
             self.ledger.name()
+        if self._looks_closely:
+            self.orphans = self.ledger.orphans() or self.orphans
         record = trained.record() | {"line": where()[0]}
         record["unused"] = self.heard.unused(record["backwards"])
         if len(self.updates) < KEPT or "places" in record:
@@ -364,6 +367,8 @@ class Watch:
         """Returns what was seen, in plain numbers that other ranks can read."""
         if self.norm and any(len(update["backwards"]) > 1 for update in self.updates):
             self.said[NOTE, f"{self.norm} normalises by each micro-batch: no window equals one big batch"] = None
+        if self.orphans:
+            self.said[NOTE, f"{shorten(self.orphans)}: has a gradient, and no optimizer"] = None
         if self.forked[0]:
             self.said[UNJUDGED, "what a forked child of this process trains; audit it in the child"] = None
         if self.ledger.unseen:
