@@ -28,7 +28,8 @@ Term = Mapping[str, Any]  # a call of a criterion, or a row that has such calls
 # The way from a loss to its criterion: how each step of its graph scales or adds, and by what (None: unknown).
 # A step divides ("div"), multiplies ("mul"; by several numbers, of which it has the largest, "muls"), adds a term
 # ("add"), takes a mean or a sum ("mean", "sum", with its elements, its rows, and those that a mask of 0 and 1 keeps),
-# passes some elements on ("other"), or does what no sum does ("own", "pairs"). "product": by what a graph made too.
+# passes some elements on ("other"), or does what no sum does ("own", "pairs"). "product": by what a graph made too;
+# "alone": of a parameter alone.
 Path = Sequence[tuple[str, Any]]
 
 

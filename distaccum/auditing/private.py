@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -72,8 +73,8 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
     Also each other term that is added to it ("add"), means and sums with what they go over ("mean", "sum"), products
-    within a batch ("pairs"), and what is no sum ("own"). Nodes have their criterion in `metadata[key]`. Returns such
-    numbers of each addend that is no criterion's.
+    within a batch ("pairs"), penalties on a parameter ("alone"), and what is no sum ("own"). Nodes have their criterion
+    in `metadata[key]`. Returns such numbers of each addend that is no criterion's.
     """
     losses = [roots] if isinstance(roots, Tensor) else roots or ()
     edges = [(node, 0) for loss in losses if (node := getattr(loss, "grad_fn", None)) is not None]
@@ -82,6 +83,7 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     reached = set[int]()
     weighed = set[Any]()  # products with a criterion in them
     own = dict[int, list[Any]]()
+    leaves = defaultdict[int, set[int]](set)  # elements of those beneath each: 0 of what has as many, -1 of others
     for i, ((node, place), path, above) in enumerate(todo):
         kind, _, overload = node.name().rpartition("Backward")
         name = kind if overload.isdigit() else node.name()
@@ -91,13 +93,18 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
             weighed |= {product for how, product in path if how == "product"}
             own.pop(above, None)
             continue
-        beneath = _reduced(node, name) if name in CHAIN else _reduced(node, name) or [("other", None)]
+        has_one = math.prod(getattr(node, "_saved_self_sym_sizes", (2,))) == 1
+        beneath = _reduced(node, name) if name in CHAIN or has_one else _reduced(node, name) or [("other", None)]
         if above >= 0 and name == "Mm" and _is_square(node):
             own[above] = [*own[above], ("pairs", None)]
         if above < 0 and (name not in LINEAR or name == "Stack" or len(todo) >= most):  # its elements count once
             above = i
             own[i] = [*path, *beneath]
-        if len(todo) >= (most if above < 0 else BENEATH):
+        is_full = len(todo) >= (most if above < 0 else BENEATH)
+        is_leaf = hasattr(node, "variable") and i != above
+        is_other = is_full or name not in (*CHAIN, "Pow", "Abs")
+        leaves[above].add(node.variable.numel() if is_leaf else -is_other)
+        if is_full:
             continue
         edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
         addends = [(k, edge) for k, edge in enumerate(edges) if edge[0] is not None]
@@ -111,6 +118,9 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
                 is_one = not isinstance(by, Tensor) or by.numel() == 1
                 steps = [((OWN if k and name == "Div" else name.lower()) + "s" * (not is_one), by)]
             todo.append((edge, [*path, *product, *steps], above))
+    for i, path in own.items():
+        if {by[0] for how, by in path if how in ("sum", "mean")} >= leaves[i] - {0}:
+            own[i] = [*path, ("alone", None)]
     # What a criterion is multiplied by, as a learned weight of a task, is no loss beside it.
     return [path for path in own.values() if weighed.isdisjoint(by for how, by in path if how == "product")]
 

@@ -174,7 +174,8 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
     run = criterion.run
     level = criterion.level
     is_one = criterion.is_own or not any(index in criterion.readings[0].odd for index in criterion.usual)
-    if run.factor is None or not level or not is_one or _is_mean(criterion):
+    is_penalty = any(how == "alone" for how, _ in criterion.parts[0].term["divisors"] or ())
+    if run.factor is None or not level or not is_one or _is_mean(criterion) or (is_penalty and _divides(criterion)):
         return None
     low, high = ends(criterion.totals[index] for index in criterion.usual if index in criterion.totals)
     if not is_equal(low, high):
