@@ -90,7 +90,7 @@ def _receipts(run: Run) -> Iterator[Finding]:
                 yield finding
     said = {finding.kind for reckoning in run.reckoned.values() for finding in reckoning.findings}
     if run.updates and not run.compared and UNJUDGED not in said:
-        text = "receipts, since what is stepped has no gradient from backward, or in another shape"
+        text = "receipts: what is stepped is changed after a clip, or backward gave zeros, nothing, or another shape"
         yield Finding(UNJUDGED, "", text)
     if 3 * run.num_left_out > len(run.updates):
         yield Finding(UNJUDGED, "", f"{plural(run.num_left_out, 'update')}, which not all ranks make")
@@ -240,9 +240,9 @@ def _apart(run: Run) -> Iterator[Finding]:
 def _span(run: Run) -> Iterator[Finding]:
     """Says which updates have receipts."""
     if looked := [index for index, ranks in run.updates.items() if "places" in ranks[0]]:
-        first = next((i for i, index in enumerate(looked) if i != index), len(looked)) - 1
-        later = f", then {', '.join(map(str, looked[first + 1 :][:8]))}" * (len(looked) > first + 1)
-        text = f"receipts in updates 0 to {first}{later}, of 0 to {run.seen[0]['made'][run.place] - 1}"
+        num = next((i for i, index in enumerate(looked) if i != index), len(looked))
+        spans = [f"0 to {num - 1}"] * (num > 0) + [", ".join(map(str, looked[num:][:8]))] * (len(looked) > num)
+        text = f"receipts in updates {', then '.join(spans)}, of 0 to {run.seen[0]['made'][run.place] - 1}"
         yield Finding(FACT, "", f"{text}; what others do alone is not seen")
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .criterions import BY_CLASS
 from .private import OWN
-from .reckoning import Reckoning, Seen
-from .trained import CHANGED
+from .reckoning import SOFT, Reckoning, Seen
+from .trained import CHANGED, WRITTEN
 
 BOUND = 1e-3  # between equal weights
 MEANS = ("mean", "batchmean")
@@ -85,11 +85,11 @@ class Part:
         return self.site[1] == OWN
 
     @property
-    @property
     def form(self) -> tuple[str, ...]:
         """Its reduction, and how a loss of the script's own is made: several in one backward are in no order."""
         return self.term["reduction"], *(how for how, _ in self.term["divisors"] or () if self.is_own and how != "add")
 
+    @property
     def divisors(self) -> list[float]:
         return _divisors(self.term["divisors"] or ())  # None where no walk has reached it
 
@@ -140,7 +140,8 @@ class Run:
                 self.reckoned[index] = Reckoning(seen, ranks, before, is_next=is_next)
                 before = self.reckoned[index].closed
         self.compared = [reckoning for reckoning in self.reckoned.values() if reckoning.is_compared]
-        self.factors = {index: of.factor for index, of in self.reckoned.items() if of.factor is not None}
+        sound = {i: of for i, of in self.reckoned.items() if all(one.kind in SOFT for one in of.findings)}
+        self.factors = {index: of.factor for index, of in sound.items() if of.factor is not None}
         self.factor = statistics.median(self.factors.values()) if self.factors else None
         self.is_own = any(reckoning.is_own for reckoning in self.reckoned.values())
         self.is_moved = any(update["moved"] for update in chain(*self.updates.values()))
@@ -220,7 +221,8 @@ class Criterion:
     def is_known(self, index: int) -> bool:
         """True if an update's weights in the gradient that is used are known: it is not changed unseen."""
         low, high = ends(self.run.factors.values())
-        may_change = high - low > 0.05 * high or any(CHANGED in update["touched"] for update in self.run.updates[index])
+        touched = {how for update in self.run.updates[index] for how in update["touched"]}
+        may_change = high - low > 0.05 * high or bool(touched & {CHANGED, WRITTEN})
         is_seen = index in self.run.factors or not may_change
         return is_seen and all(part.total is not None for part in self.updates[index])
 

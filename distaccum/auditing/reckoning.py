@@ -168,6 +168,7 @@ class Reckoning:
                 text = f"{self.named(wrong)}: {what} in update {self.index} on rank {self.ranks[rank]}"
                 shown = ", ".join(f"{share:.3g}" if abs(share) > LOST else "0" for share in own)
                 hand = "leave each gradient as it is until the step"
+                hand += ", and reduce once, in the last backward" * (len(self.ranks) > 1)
                 yield Finding("lost" if lost else "uneven", self.where, f"{text} (their weights: {shown})", hand)
 
 

@@ -69,7 +69,7 @@ class Audit:
             3: f"nothing wrong was seen in {about}, but not everything was judged",
         }
         lines = [f"audit: {heads[self.status]}"]
-        if self.status == 2 and not self.error:
+        if self.status == 2 and not (self.error or self.unjudged):
             lines.append("  what processes that it starts do is not seen; start ranks with torchrun")
         lines += [f"  the audited code raised {self.error}"] * bool(self.error)
         for fault in self.findings:
@@ -87,8 +87,8 @@ class Audit:
         self.ranks = len(seen)
         self.updates = max(len(one["updates"]) for one in seen)
         folded = quietly(verdict)(seen)
-        findings = [*(folded or ())]
-        findings += [Finding(UNJUDGED, "", f"the audit itself failed, {error}") for error in failures]
+        failed = (Finding(UNJUDGED, "", f"the audit itself failed, {error}") for error in failures)
+        findings = [*(folded or ()), *failed]
         self.findings = [finding for finding in findings if finding.kind not in SOFT]
         self.notes, self.unjudged, self.facts = (
             [finding.line for finding in findings if finding.kind == kind] for kind in SOFT

@@ -15,6 +15,7 @@ from .private import version
 
 KEPT = 2000  # backwards of an update, and updates
 CHANGED = "changed between the last backward and the step"
+WRITTEN = "written to between two backwards"
 ROW = ("line", "inner", "batch", "terms", "own", "cleared", "num_reached")
 AFTER = ("late", "again", "grows")  # kinds of what happens after the step of an update
 
@@ -119,13 +120,14 @@ class Trained:
         """Notes that gradients were changed, or cleared by hand, since the last backward."""
         now = self._gradient()
         if self._mark not in (None, now):
-            self._touched.add(f"{'changed' if now else 'set to None'} between two backwards")
+            self._touched.add(WRITTEN if now else "set to None between two backwards")
             if now is None:
                 self.forgo("")
 
     def add(self, made: Backward) -> None:
         made.num_reached += 1
         self.pending = [*self.pending[-KEPT:], made]
+        self._touched |= {WRITTEN} if self.settled else set()
         self._open()
         self._mark = self._gradient()
 
@@ -187,9 +189,9 @@ class Trained:
         self._last_events = self.events
         is_kept = self.is_elsewhere  # while it is cleared here
         self._mark = self._gradient()
+        held = {place: self._ledger.parameter(place) for place in self._places()}
         update: dict[str, Any] = {
             "optimizer": self.place,
-        held = {place: self._ledger.parameter(place) for place in self._places()}
             "index": self.num,
             "events": self.events,
             "scale": self.scale if self.is_unscaled else 1.0,

@@ -96,6 +96,8 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         hand += ", each with its class's weight" * any((part.term["count"] or 0) % 1 for part in criterion.parts)
         hand += ", or by the sum of their weights" * criterion.is_own
         hand += " on all ranks, times their number where the wrapper averages" * (criterion.run.num_ranks > 1)
+        if len({part.term["count"] for part in criterion.updates[index]}) == 1:
+            hand = "run one backward of each loss, and divide all by one number"
         yield Finding("weights", criterion.where, text + _line(criterion.parts[0]), hand)
 
 
