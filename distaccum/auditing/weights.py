@@ -190,7 +190,9 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
         what, hand = reading
         return Finding("divisor", criterion.where, f"{what}: {text}" + _line(criterion.parts[0]), hand)
     text = f"{text}, in windows of {plural(criterion.common, 'micro-batch')}; right if that is a coefficient"
+    calls = [part for part in run.parts if part.site == criterion.parts[0].site]  # as for each joint of a skeleton
     divides = any(by and not by % 1 for part in criterion.parts for by in part.divisors)
+    divides &= not are_one_mean(criterion.usual, calls, run.num_ranks, is_bare=True)
     sizes = [by**sign for by in (criterion.common, run.num_ranks) if by > 1 for sign in (1, -1)]
     is_like = any(is_equal(level, by) for by in sizes)
     if criterion.is_own or divides:

@@ -448,11 +448,6 @@ def test_loss_of_the_scripts_own_that_may_be_meant_is_not_judged(losses, steps, 
         report.assert_right()
 
 
-def test_factor_that_a_script_gives_backward_itself_is_no_division():
-    report = loop(lambda model, *_: mean(model).backward(torch.tensor(1 / 16)), [4] * 3, torch.optim.SGD)
-    assert report.findings == [] and report.status == 3, report
-
-
 @pytest.mark.parametrize("loss", [mean, own])
 def test_branches_for_the_last_micro_batch_are_one_criterion(loss):
     def branches(divisor):
