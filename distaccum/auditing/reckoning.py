@@ -117,6 +117,11 @@ class Reckoning:
         factor = 1.0 if chosen is None else float(_ratio(self.closed[0], self.whole)[chosen].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= BOUND)
+        if self.before is not None and self.is_next and fits.any():  # also of one element, too few for a fit
+            rest = (self.closed - factor * self.whole - self.before).norm(dim=-1).amax(0)
+            stale = wrong & (rest < BOUND * self.before.norm(dim=-1).amin(0))
+            self.findings += [self._stale(stale)] * bool(stale.any())
+            wrong &= ~stale
         is_unknown = not fits.any() and int(wrong.sum()) * 2 > int(judged.sum())  # then the factor means nothing
         faults = [*self._explain(judged if is_unknown else wrong)]
         self.findings += faults

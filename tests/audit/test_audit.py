@@ -489,13 +489,6 @@ def test_model_left_in_eval_mode_is_seen_in_a_list_of_modules():
     assert [fault.kind for fault in report.findings] == ["eval"]
 
 
-def test_step_at_a_multiple_is_named_by_its_worst_window():
-    report = loop(lambda model, *_: (mean(model) / 4).backward(), [1, 4, 4, 4, 2, 4, 4, 4])
-    (fault,) = report.findings
-    assert fault.text.startswith("update 0 has 1 micro-batch, and weighs 0.25 of the others, which have 4")
-    assert "(step + 1) % 4 == 0" in fault.by_hand
-
-
 def clipped(bound, is_late=False, scaler=None):
     """The report of windows that clip in each micro-step, or after the step."""
     torch.manual_seed(0)
