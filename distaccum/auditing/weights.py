@@ -185,7 +185,8 @@ def _misread(criterion: Criterion, others: Sequence[Criterion]) -> Finding | Non
         return Finding(UNJUDGED, criterion.where, text)
     text = f"the gradient is {level:.4g} times that of the mean"
     has_own = any(part.is_own for part in run.parts)
-    is_alone = not (has_own or criterion.may_be_tasks) and are_equal(other.level for other in others)
+    are_alike = are_equal(other.level for other in others) or all(map(_is_mean, {*others} - {criterion}))
+    is_alone = are_alike and not (has_own or criterion.may_be_tasks)
     if is_alone and (reading := _reading(criterion)) is not None:
         what, hand = reading
         return Finding("divisor", criterion.where, f"{what}: {text}" + _line(criterion.parts[0]), hand)

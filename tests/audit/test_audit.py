@@ -419,7 +419,6 @@ PENALTY = [
     lambda losses: losses.mean().backward(),
     lambda losses: (10 * losses.square().mean()).backward(),
 ]
-SUM = [lambda losses: losses.sum().backward()]
 
 
 @pytest.mark.parametrize(("losses", "steps"), [(divided(4), 4), (UNDIVIDED, 1), (divided(2), 2), (TERMS, 4)])
@@ -435,7 +434,7 @@ def test_loss_of_the_scripts_own_is_right_if_it_is_one_mean_in_each_update(losse
         (UNDIVIDED, 4, {}, 4),
         (divided(4), 2, {}, 0.5),
         (divided(2), 4, {"drawn": False}, 2),
-        (SUM, 4, {}, 48),
+        ([lambda losses: losses.sum().backward()], 4, {}, 48),
         (UNDIVIDED, 1, {"views": 3}, 3),
         (PENALTY, 4, {}, 4),
     ],
