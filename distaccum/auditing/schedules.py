@@ -21,8 +21,8 @@ def about(schedule: Any, line: str, place: int) -> dict[str, Any]:
     has_ended = hasattr(schedule, "lr_lambdas") and all(now <= 0.01 * base for now, base in rates)
     if length:
         has_ended = abs(at - length) <= max(1, 0.01 * length)
-    name = type(schedule).__name__
-    return {"line": line, "optimizer": place, "name": name, "at": at, "length": length, "has_ended": has_ended}
+    known = {"line": line, "optimizer": place, "name": type(schedule).__name__, "at": at, "length": length}
+    return known | {"has_ended": has_ended, "restarts": hasattr(schedule, "T_0")}
 
 
 def _length(schedule: Any) -> int | None:
@@ -48,8 +48,9 @@ def judge_schedules(run: Run) -> Iterator[Finding]:
         steps = int(statistics.median(len(update["backwards"]) for update in updates))
         length = known["length"] or 0
         text = f"steps the schedule {num} times per update"
-        if num > 1 and rank["is_cut"] and length:
-            yield Finding(UNJUDGED, known["line"], f"{text}, and where the whole run would end it")
+        if num > 1 and (known["restarts"] or (rank["is_cut"] and length)):
+            why = "what its T_0 counts" if known["restarts"] else "where the whole run would end it"
+            yield Finding(UNJUDGED, known["line"], f"{text}, and {why}")
         elif num > 1:
             hand = "step it once per update: after the optimizer, or by window.step()"
             lines = (line for update in updates for _, line, _, whose in update["events"] if whose == key)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..batchnorm import batchnorms
@@ -91,7 +91,7 @@ class Watch:
             *((owner, name, functools.partial(self._backward, at)) for owner, name, at in private.backwards()),
             *((owner, f"clip_grad_{kind}_", self._clip) for owner in CLIPPING for kind in ("norm", "value")),
             (Optimizer, "add_param_group", self._add_group),
-            (LRScheduler, "step", self._schedule),
+            *((kind, "step", self._schedule) for kind in (LRScheduler, CosineAnnealingWarmRestarts)),
             (torch.autograd, "grad", self._grad),
             (torch.amp.GradScaler, "unscale_", self._unscale),
             (torch.amp.GradScaler, "step", self._scaler_step),

@@ -415,10 +415,7 @@ TERMS = [  # two losses of a batch, with their mean and that of 4 micro-batches
     lambda losses: (losses.mean() / 8).backward(),
     lambda losses: (losses.square().mean() / 8).backward(),
 ]
-PENALTY = [
-    lambda losses: losses.mean().backward(),
-    lambda losses: (10 * losses.square().mean()).backward(),
-]
+PENALTY = [*UNDIVIDED, lambda losses: (10 * losses.square().mean()).backward()]
 
 
 @pytest.mark.parametrize(("losses", "steps"), [(divided(4), 4), (UNDIVIDED, 1), (divided(2), 2), (TERMS, 4)])
