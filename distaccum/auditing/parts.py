@@ -42,21 +42,27 @@ def _divisors(path: Path) -> list[float]:
     return [abs(by or 0.0) for how, by in path if how == "div"]
 
 
+def _scale_in(path: Path, scale: float) -> float:
+    """What a scaler multiplies by, if it does: a loss beside a scaled one may lack it."""
+    return scale if any(how.startswith("mul") and is_equal(abs(by or 0.0), scale) for how, by in path) else 1.0
+
+
 def _as_term(path: Path, scale: float) -> Term:
     """The mean or the sum that a loss of the script's own is, like a criterion's call; "seed" is None if neither.
 
     A sum is "kept" if a mask tells which of its elements count.
     """
-    root = [*takewhile(lambda step: step[0] in ("div", "mul", "add", "product"), path)]
+    root = [*takewhile(lambda step: step[0] in ("div", "mul", "add", "product", "given"), path)]
     nums: Any
     kind, nums = next(iter(path[len(root) :]), ("", None))
     count, rows, kept = nums if kind in ("mean", "sum") else (0, 1, None)
     is_known = count and all(_divisors(root)) and not any(how == "pairs" for how, _ in path)
-    seed = _coefficient(root) / math.prod(_divisors(root)) if is_known else None
+    given = math.prod(abs(by or 0.0) for how, by in root if how == "given")  # to backward, as its gradient
+    seed = given * _coefficient(root) / math.prod(_divisors(root)) if is_known else None
     if kind == "sum" and kept is not None and kept >= 0:
         kind = "kept"
         count = kept
-    about = {"seed": seed, "intent": _coefficient(root) / scale, "eps": 0.0, "divisors": path}
+    about = {"seed": seed, "intent": _coefficient(root) / _scale_in(root, scale), "eps": 0.0, "divisors": path}
     return {"reduction": kind, "rows": rows, "count": count, **about}
 
 
@@ -157,7 +163,7 @@ class Run:
                 times = Counter(id(term) for term in terms_of(update))
                 for i, backward in enumerate(update["backwards"]):
                     about = (index, rank, i, backward["line"], backward["batch"], factor)
-                    for site, term in _summed(_terms_of(backward, times, own, update["scale"])):
+                    for site, term in _summed(_terms_of(backward, times, own, update)):
                         yield Part(*about, site, term)
 
     @property
@@ -305,7 +311,7 @@ def _is_own(term: Term) -> bool:
     return is_uneven or any(how == OWN for how, _ in term["divisors"] or ())
 
 
-def _terms_of(backward: Term, times: Counter[int], own: set[Any], scale: float) -> Iterator[tuple[Site, Term]]:
+def _terms_of(backward: Term, times: Counter[int], own: set[Any], update: Term) -> Iterator[tuple[Site, Term]]:
     """Yields criterions' calls, then losses of the script's own; a scaler's factor is no intent."""
     paths = [*backward["own"]]
     for term in backward["terms"]:
@@ -314,12 +320,15 @@ def _terms_of(backward: Term, times: Counter[int], own: set[Any], scale: float) 
         if num and term["site"] in own:
             paths.append(path)
         elif num:
-            # The script intends what it multiplies by, and what it divides by unless that is a count.
+            # The script intends what it multiplies or divides by, unless that is a count, or one part in it.
             divisors = [by for by in _divisors(path) if by % 1 and not is_equal(by, term["count"])]
-            intent = _coefficient(path) / math.prod(divisors) / (scale if path else 1.0)
+            muls = [abs(by or 0.0) for how, by in path if how == "mul" and term["reduction"] not in MEANS]
+            parts_in = term["count"], term["count"] * len(update["backwards"])
+            shares = [by for by in muls if any(is_equal(by * count, 1.0) for count in parts_in)]
+            intent = _coefficient(path) / math.prod(shares) / math.prod(divisors) / _scale_in(path, update["scale"])
             yield term["site"], {**term, "seed": num * term["seed"], "intent": intent}
     for path in paths or [()] * (not backward["terms"]):
-        yield (backward["line"], OWN, backward["inner"]), _as_term(path, scale)
+        yield (backward["line"], OWN, backward["inner"]), _as_term(path, update["scale"])
 
 
 def _summed(terms: Iterable[tuple[Site, Term]]) -> list[tuple[Site, Term]]:

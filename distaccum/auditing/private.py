@@ -69,7 +69,7 @@ def hook_first(leaf: Any, hook: Callable[[Tensor], None]) -> Any:
     return handle
 
 
-def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
+def note_divisors(roots: Any, key: str, given: Any = None, most: int = 256) -> list[list[Any]]:
     """Notes, for each criterion's call near `roots`, by which numbers the graph divides or multiplies its loss ("mul").
 
     Also each other term that is added to it ("add"), means and sums with what they go over ("mean", "sum"), products
@@ -77,9 +77,11 @@ def note_divisors(roots: Any, key: str, most: int = 256) -> list[list[Any]]:
     in `metadata[key]`. Returns such numbers of each addend that is no criterion's.
     """
     losses = [roots] if isinstance(roots, Tensor) else roots or ()
-    edges = [(node, 0) for loss in losses if (node := getattr(loss, "grad_fn", None)) is not None]
+    factors = [given] if isinstance(given, Tensor) else given or [None] * len(losses)
+    pairs = zip(losses, factors, strict=False)
+    edges = [((node, 0), by) for loss, by in pairs if (node := getattr(loss, "grad_fn", None)) is not None]
     # Edge, path, and the number of a node above that is in no sum
-    todo: list[tuple[Any, list[Any], int]] = [(edge, [], -1) for edge in edges]
+    todo: list[tuple[Any, list[Any], int]] = [(edge, [("given", by)] * (by is not None), -1) for edge, by in edges]
     reached = set[int]()
     weighed = set[Any]()  # products with a criterion in them
     own = dict[int, list[Any]]()

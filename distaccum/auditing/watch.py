@@ -128,7 +128,8 @@ class Watch:
         else:
             self.ledger.disarm()
         roots = args[at] if len(args) > at else options.get("tensors")
-        made.own = quietly(private.note_divisors)(roots, self.heard.key) or []
+        given = args[at + 1] if len(args) > at + 1 else options.get("grad_tensors")
+        made.own = quietly(private.note_divisors)(roots, self.heard.key, given) or []
         if self._have_left_training(made.line):
             for trained in self.trained:
                 trained.note("eval", made.line)

@@ -473,18 +473,6 @@ def test_finding_names_the_line_of_the_backward():
     assert fault.text.endswith(f"(backward: line {backward.__code__.co_firstlineno + 3})")
 
 
-def test_model_left_in_eval_mode_is_seen_in_a_list_of_modules():
-    model = nn.Linear(8, 3)
-    adam = torch.optim.AdamW(model.parameters())
-    with distaccum.audit(nn.ModuleList([model])) as report:
-        for _ in range(2):
-            mean(model).backward()
-            adam.step()
-            adam.zero_grad()
-            model.eval()
-    assert [fault.kind for fault in report.findings] == ["eval"]
-
-
 def clipped(bound, is_late=False, scaler=None):
     """The report of windows that clip in each micro-step, or after the step."""
     torch.manual_seed(0)
