@@ -102,6 +102,16 @@ def _unreached(run: Run) -> Iterator[Finding]:
     for (line, text), times in every.items():
         if text and 2 * times > every.total() > 1:
             yield Finding(UNJUDGED, line, text)
+    parts = {index: part for index, reckoning in run.reckoned.items() if (part := reckoning.reached())}
+    switched = dict[str, int]()
+    for name in {name for part in parts.values() for name in part}:
+        of_name = {index: part.get(name, 0.0) for index, part in parts.items()}
+        partly = [index for index, part in of_name.items() if 0 < part < 1]
+        if partly and 3 * len(partly) <= len(of_name) and {0.0, 1.0} <= {*of_name.values()}:
+            switched[name] = partly[0]
+    if switched:
+        text = f"{shorten(sorted(switched))}, switched on or off within update {min(switched.values())}"
+        yield Finding(UNJUDGED, "", text)
     absent = [{*update["absent"]} for update in run.of_ranks[0]]
     since = [*accumulate(reversed(absent), and_)][::-1]
     for i, lost in enumerate(map(sub, since[1:-1], accumulate(absent, or_)), start=1):

@@ -43,7 +43,7 @@ def _divisors(path: Path) -> list[float]:
 
 
 def _scale_in(path: Path, scale: float) -> float:
-    """What a scaler multiplies by, if it does: a loss beside a scaled one may lack it."""
+    """A scaler's factor in a path; 1 where a loss beside a scaled one lacks it."""
     return scale if any(how.startswith("mul") and is_equal(abs(by or 0.0), scale) for how, by in path) else 1.0
 
 

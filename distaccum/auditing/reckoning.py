@@ -135,6 +135,11 @@ class Reckoning:
         text = f"{self.named(places)}: the gradient in update {self.index} still holds that of the update before"
         return Finding("stale", self.line, text, "clear gradients after each step")
 
+    def reached(self) -> dict[str, float]:
+        """By name, which part of the backwards of one line reach a parameter."""
+        parts = self.received[0].any(-1).double().mean(0).tolist()
+        return dict(zip(self.names, parts, strict=True)) if self.is_one_line else {}
+
     def unreached(self) -> tuple[str, str]:
         """A line, and what some of its backwards do not reach, with nothing in its place, as heads of tasks are."""
         reached = self.received[0].any(-1)

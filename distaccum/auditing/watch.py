@@ -273,8 +273,7 @@ class Watch:
         trained.close()
         if trained.num < 2:
             self.ledger.name()
-        if self._looks_closely:
-            self.orphans = self.ledger.orphans() or self.orphans
+        self.orphans = (self.ledger.orphans() if self._looks_closely else []) or self.orphans
         record = trained.record() | {"line": where()[0]}
         record["unused"] = self.heard.unused(record["backwards"])
         if len(self.updates) < KEPT or "places" in record:

@@ -518,29 +518,6 @@ def test_scaler_that_is_older_than_the_audit_hides_no_short_window():
     assert [fault.kind for fault in report.findings] == ["window"] and "0.75" in report.findings[0].text
 
 
-@pytest.mark.parametrize("at_end", [True, False])
-def test_tail_that_is_cleared_is_named_with_its_share_of_the_data(at_end):
-    """As speechbrain's and MAE's epochs do, which tell no loader's end here."""
-    model = nn.Linear(8, 3)
-    adam = torch.optim.AdamW(model.parameters())
-    with distaccum.audit(model) as report:
-        for _ in range(3):
-            if not at_end:
-                adam.zero_grad()
-            for i in range(11):
-                (mean(model) / 4).backward()
-                if i % 4 == 3:
-                    adam.step()
-                    adam.zero_grad()
-            if at_end:
-                adam.zero_grad()
-    (fault,) = report.findings
-    num = "9 micro-batches" if at_end else "6 micro-batches"
-    assert fault.kind == "tail" and fault.text.startswith(f"clears {num} at an epoch's end before any step")
-    assert fault.text.endswith(": 27% of all")
-    assert any(fact.endswith(" backwards that no step used") for fact in report.facts)
-
-
 def test_losses_that_a_graph_adds_up_are_not_judged_as_micro_batches():
     report = loop(lambda model, i, length: (sum(mean(model) for _ in range(4)) / 4).backward(), [1] * 5)
     report.assert_right()
