@@ -80,9 +80,11 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
         hand = "sum the loss, and divide it by the window's number of tokens"
         yield Finding("nan", criterion.where, text, hand)
     unlike = [index for index, parts in criterion.updates.items() if not criterion.is_even(parts)]
-    uneven = [index for index in unlike if not _is_by_sample(criterion, index)]
+    uneven = [index for index in unlike if not (_is_by_sample(criterion, index) or _is_by_source(criterion, index))]
     if len(uneven) < len(unlike):
-        yield Finding(UNJUDGED, "", f"the weights in {criterion.where}, which the script gives to samples itself")
+        yield Finding(
+            UNJUDGED, "", f"the weights in {criterion.where}, which the script gives to samples or sources itself"
+        )
     if uneven:
         spreads = {index: criterion.readings[1].spread(criterion.updates[index]) for index in uneven}
         index = max(uneven, key=lambda i: spreads[i][1] / spreads[i][0])
@@ -109,6 +111,12 @@ def _is_by_sample(criterion: Criterion, index: int) -> bool:
         if part.index == index and part.site in sites and not part.is_own:
             calls[part.rank, part.backward].append(part)
     return not all(map(criterion.is_even, calls.values()))
+
+
+def _is_by_source(criterion: Criterion, index: int) -> bool:
+    """True where each divisor has as many micro-batches as it says, as means over several sources in one loop have."""
+    nums = Counter((part.rank, *(part.divisors or [0.0])[-1:]) for part in criterion.updates[index])
+    return len(nums) > criterion.run.num_ranks and all(by == num for (_, by), num in nums.items())
 
 
 def _judge_unused(run: Run) -> Iterator[Finding]:
