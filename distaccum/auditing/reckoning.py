@@ -48,6 +48,7 @@ class Reckoning:
         equal (Tensor): Which parameters have equal values on all ranks; `same` are surely no shards.
         is_own (bool): The script does more with gradients than adding them up.
         is_one_line (bool): All backwards are of one line, from the same criterions.
+        reach (Tensor): Which parameters each of a rank's backwards reaches; a stand-in reaches none, and is left out.
     """
 
     def __init__(self, seen: Seen, updates: Seen, before: Tensor | None, *, is_next: bool) -> None:
@@ -71,6 +72,8 @@ class Reckoning:
         # For each rank: backward, parameter, projection
         nothing = torch.zeros_like(first["closed"])
         self.received = [torch.stack([nothing, *(each["received"] for each in of_rank)])[1:] for of_rank in backwards]
+        reach = self.received[0].any(-1)
+        self.reach = reach[reach.any(1)]
         self.own = torch.stack([received.sum(0) for received in self.received])
         self.whole = self.own.mean(0)
         self.size = torch.stack([received.norm(dim=(0, 2)) for received in self.received]).mean(0)
@@ -137,15 +140,14 @@ class Reckoning:
 
     def reached(self) -> dict[str, float]:
         """By name, which part of the backwards of one line reach a parameter."""
-        parts = self.received[0].any(-1).double().mean(0).tolist()
-        return dict(zip(self.names, parts, strict=True)) if self.is_one_line else {}
+        parts = self.reach.double().mean(0).tolist()
+        return dict(zip(self.names, parts, strict=True)) if self.is_one_line and len(self.reach) else {}
 
     def unreached(self) -> tuple[str, str]:
         """A line, and what some of its backwards do not reach, with nothing in its place, as heads of tasks are."""
-        reached = self.received[0].any(-1)
-        some = reached.any(0) & ~reached.all(0)
-        num = int((~reached[:, some].any(1)).sum())
-        text = f"{self.named(some)}, which {num} of {len(reached)} backwards of an update do not reach"
+        some = self.reach.any(0) & ~self.reach.all(0)
+        num = int((~self.reach[:, some].any(1)).sum())
+        text = f"{self.named(some)}, which {num} of {len(self.reach)} backwards of an update do not reach"
         return self.where, text * bool(self.is_one_line and some.any() and num)
 
     @property
