@@ -321,8 +321,7 @@ class Reader:
         del self.drawn[:num]
         if self._position is not None and self._used:
             state, since, is_fresh = self._position
-            since += len(self._used)
-            self._position = (state, since, is_fresh) if self.drawn or self._has_ended else None
+            self._position = (state, since + len(self._used), is_fresh) if self.drawn or self._has_ended else None
 
     def end(self) -> None:
         """Notes that the pass over the loader has come to its end, so that the next one begins there."""
@@ -358,6 +357,7 @@ class Reader:
             self._position = self.position()
             self._loader = self._iterator = None
             self._before_opening = bool
+            self._used = []
             if self.of() is None:
                 self.drawn = []
                 self._first = self._error = None

@@ -55,8 +55,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
         except Exception as raised:
             error = raised
     # The others wait here until the file is there.
-    failed = peers.gather_objects(error and in_short(error))
-    all_or_none(failed, error, "save() could not write on rank {ranks}: {why}")
+    all_or_none(peers.gather_objects(error and in_short(error)), error, "save() could not write on rank {ranks}: {why}")
 
 
 @answering

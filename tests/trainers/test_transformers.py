@@ -160,10 +160,7 @@ def worst(seen: list[Tensor], expected: list[Tensor]) -> float:
 
 
 EVEN = {"even_batches": False}
-LENGTHS = {
-    "short-tail": [3, 5, 2, 7, 1, 4, 6, 2, 9, 3],
-    "window-without-labels": [3, 5, 2, -7, -1, -4, 6, 2],
-}
+LENGTHS = {"short-tail": [3, 5, 2, 7, 1, 4, 6, 2, 9, 3], "window-without-labels": [3, 5, 2, -7, -1, -4, 6, 2]}
 
 
 @pytest.mark.parametrize(("world", "case"), [(1, "short-tail"), *((2, case) for case in LENGTHS)])

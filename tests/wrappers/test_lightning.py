@@ -276,6 +276,8 @@ def test_callback_refuses_manual_optimisation_and_strategies_that_accumulate():
         fit(Manual(), batches_of(0), callbacks=[exact])
     with pytest.raises(ValueError, match=r"ExactAccumulation with .*Hides.*give the module an Accumulator"):
         fit(Automatic(), batches_of(0), callbacks=[exact], strategy=Hides("cpu"))
+    with pytest.raises(TypeError, match="count"):
+        ExactAccumulation()
     with pytest.raises(ValueError, match="several ExactAccumulation"):
         fit(Automatic(), batches_of(0), callbacks=[exact, ExactAccumulation(count_samples)])
 
