@@ -97,11 +97,15 @@ def _receipts(run: Run) -> Iterator[Finding]:
 
 
 def _unreached(run: Run) -> Iterator[Finding]:
-    """Says what some backwards of a line never reach, and what none reaches from an update on, but requires it."""
+    """Says what some backwards of a line do not reach, in most updates."""
     every = Counter(reckoning.unreached() for reckoning in run.reckoned.values())
     for (line, text), times in every.items():
         if text and 2 * times > every.total() > 1:
             yield Finding(UNJUDGED, line, text)
+
+
+def _switched(run: Run) -> Iterator[Finding]:
+    """Says what all backwards of a line reach in some updates, and none in others, and some in a few."""
     parts = {index: part for index, reckoning in run.reckoned.items() if (part := reckoning.reached())}
     switched = dict[str, int]()
     for name in {name for part in parts.values() for name in part}:
@@ -112,11 +116,16 @@ def _unreached(run: Run) -> Iterator[Finding]:
     if switched:
         text = f"{shorten(sorted(switched))}, switched on or off within update {min(switched.values())}"
         yield Finding(UNJUDGED, "", text)
-    absent = [{*update["absent"]} for update in run.of_ranks[0]]
+
+
+def _ended(run: Run) -> Iterator[Finding]:
+    """Says what has no gradient from an update on, to the end, although it requires one."""
+    updates = run.of_ranks[0]
+    absent = [{*update["absent"]} for update in updates]
     since = [*accumulate(reversed(absent), and_)][::-1]
     for i, lost in enumerate(map(sub, since[1:-1], accumulate(absent, or_)), start=1):
         names = shorten([run.seen[0]["parameters"][place]["name"] for place in sorted(lost)])
-        text = f"{names}, of which there is no gradient from update {i} on, although it is required"
+        text = f"{names}, of which there is no gradient from update {updates[i]['index']} on, although it is required"
         yield from [Finding(UNJUDGED, "", text)] * bool(lost)
 
 
@@ -256,4 +265,5 @@ def _span(run: Run) -> Iterator[Finding]:
         yield Finding(FACT, "", f"{text}; what others do alone is not seen")
 
 
-RULES = (weigh, _receipts, _unreached, _cleared, _events, _mixed, judge_schedules, _scaled, _traffic, _apart, _span)
+REACH = (_unreached, _switched, _ended)
+RULES = (weigh, _receipts, *REACH, _cleared, _events, _mixed, judge_schedules, _scaled, _traffic, _apart, _span)

@@ -82,9 +82,7 @@ def _judge_units(criterion: Criterion) -> Iterator[Finding]:
     unlike = [index for index, parts in criterion.updates.items() if not criterion.is_even(parts)]
     uneven = [index for index in unlike if not (_is_by_sample(criterion, index) or _is_by_source(criterion, index))]
     if len(uneven) < len(unlike):
-        yield Finding(
-            UNJUDGED, "", f"the weights in {criterion.where}, which the script gives to samples or sources itself"
-        )
+        yield Finding(UNJUDGED, "", f"the weights in {criterion.where}, which the script gives to samples or sources")
     if uneven:
         spreads = {index: criterion.readings[1].spread(criterion.updates[index]) for index in uneven}
         index = max(uneven, key=lambda i: spreads[i][1] / spreads[i][0])

@@ -24,9 +24,9 @@ BUDGETS = {
     "extensions": (200, 200),
     "feeding": (70, 70),
     "the library": (5600, 6455),
-    "auditing": (1500, 1856),
+    "auditing": (1500, 1858),
     "tests": (9300, 9300),
-    "tests/audit": (1200, 1065),
+    "tests/audit": (1200, 1066),
     "launch": (3500, 3500),
 }
 
