@@ -167,9 +167,8 @@ def _plan_of(job: Job, batches: Batches, mode: RunMode) -> Plan:
     peers = job.engine.peers
     micros = batches.micros
     names = tuple(mode.counts or job.config.counts)
-    # A rank without any stands in; of one loss alone nothing is left out.
-    at_work = micros or [micro for micro in [job.substitute] if micro is not None and len(names) > 1]
-    lacks = [not (peers.has_parts or all(micro.counts)) for micro in at_work]
+    # A rank without any stands in.
+    lacks = [not (peers.has_parts or all(micro.counts)) for micro in micros or filter(None, [job.substitute])]
     by_hand, measured = (False, (0, 0)) if mode.measure is None else mode.measure(batches)
     return Plan(
         update=job.index,

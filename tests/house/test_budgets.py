@@ -10,7 +10,7 @@ from tests.house.test_architecture import Source, code_lines, sources
 CORE = "core"  # the files at the top of the package
 # Meant, and allowed: the second becomes smaller, or its commit says what made it rise.
 BUDGETS = {
-    CORE: (2200, 2687),
+    CORE: (2200, 2686),
     "loader.py": (190, 272),
     "ranks.py": (150, 150),
     "private.py": (90, 90),
@@ -23,7 +23,7 @@ BUDGETS = {
     "tools": (320, 360),
     "extensions": (200, 200),
     "feeding": (70, 70),
-    "the library": (5600, 6455),
+    "the library": (5600, 6454),
     "auditing": (1500, 1858),
     "tests": (9300, 9300),
     "tests/audit": (1200, 1066),
